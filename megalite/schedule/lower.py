@@ -1,0 +1,189 @@
+"""From what each rank computes to what it does: adds every message, wait and reduction."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megalite.schedule.action import Action, Op, Plan
+from megalite.schedule.generators import FORWARD_QUEUE
+from megalite.schedule.validate import check_compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Made by an action of ``stage`` at position ``made`` of the sender's list of computations,
+    taken at position ``taken`` of the receiver's by the neighbouring stage."""
+
+    stage: int
+    microbatch: int
+    made: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """Messages of one kind from one rank to another; first in, first out."""
+
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+_Messages = dict[_Channel, list[_Message]]
+_Extra = list[defaultdict[int, list[Action]]]  # rank -> position -> actions to add there
+
+
+def lower(plan: Plan) -> Plan:
+    """Adds messages and gradient reductions to a compute-only plan, or to a forward-only one.
+
+    - Stages on one rank hand over without a message.
+    - A SEND follows the action that makes its message.
+    - Receives of a channel are posted in the sender's order: the first at the head of the list,
+      each next one before the action that takes the message before it, so that it can travel
+      meanwhile. Two posted receives suffice where messages are taken in the sender's order;
+      where they are not, a channel has as many as that order needs, and never more.
+    - A WAIT stands where the send is complete by causality: after the first action that takes a
+      message which the receiver made when, or after, it took ours. Sends without such a proof
+      are waited for at the end of the list; in a forward-only plan, after the second next send
+      (FORWARD_QUEUE) of the same stage. That cannot dead-lock for the plans of ``forward_only``:
+      its order is one execution, in which the receiver has taken (stage, microbatch - 2), and so
+      has posted it, before the sender runs (stage, microbatch). ``validate`` judges any other.
+    - One REDUCE a stage follows its last B or W.
+
+    Raises:
+        ScheduleError: if an action is missing, doubled, on the wrong rank or before its inputs.
+    """
+    check_compute(plan)
+    messages = _find_messages(plan)
+    before: _Extra = [defaultdict(list) for _ in plan.actions]
+    after: _Extra = [defaultdict(list) for _ in plan.actions]
+    _add_sends(messages, after)
+    _add_receives(messages, before, after)
+    _add_waits(plan, messages, after)
+    _add_reductions(plan, after)
+    return plan.replace(
+        _merged(actions, before[rank], after[rank]) for rank, actions in enumerate(plan.actions)
+    )
+
+
+def _find_messages(plan: Plan) -> _Messages:
+    """Every channel's messages, in the sender's order."""
+    forward, back = _positions(plan)
+    messages: defaultdict[_Channel, list[_Message]] = defaultdict(list)
+    for rank, actions in enumerate(plan.actions):
+        for made, a in enumerate(actions):
+            if a.op is Op.WEIGHT_GRAD:
+                continue
+            gradient = a.op is not Op.FORWARD
+            takes = a.stage - 1 if gradient else a.stage + 1
+            peer = plan.peer(a.stage, takes)
+            if peer is not None:
+                where = back if gradient else forward
+                taken = where[takes * plan.num_microbatches + a.microbatch]
+                message = _Message(a.stage, a.microbatch, made, taken)
+                messages[_Channel(rank, peer, gradient)].append(message)
+    return messages
+
+
+def _positions(plan: Plan) -> tuple[list[int], list[int]]:
+    """Where F, and where B or I, of (stage, microbatch) stands in the list of its rank."""
+    forward = [0] * (plan.num_stages * plan.num_microbatches)
+    back = list(forward)
+    for actions in plan.actions:
+        for position, a in enumerate(actions):
+            if a.op is not Op.WEIGHT_GRAD:
+                where = forward if a.op is Op.FORWARD else back
+                where[a.stage * plan.num_microbatches + a.microbatch] = position
+    return forward, back
+
+
+def _add_sends(messages: _Messages, after: _Extra) -> None:
+    for channel, found in messages.items():
+        op = Op.SEND_B if channel.gradient else Op.SEND_F
+        for x in found:
+            after[channel.sender][x.made].append(Action(op, x.stage, x.microbatch))
+
+
+def _add_receives(messages: _Messages, before: _Extra, after: _Extra) -> None:
+    for channel, sent in messages.items():
+        op, step = (Op.RECV_B, -1) if channel.gradient else (Op.RECV_F, 1)
+        posts = [Action(op, x.stage + step, x.microbatch) for x in sent]
+        place = {x.taken: i for i, x in enumerate(sent)}
+        taken = sorted(place)
+        # How many receives must be posted by the time that the n-th message taken is needed.
+        needed = list(accumulate((place[t] + 1 for t in taken), max))
+        room = max(2, *(count - n for n, count in enumerate(needed)))
+        before[channel.receiver][0] += posts[: needed[0]]
+        posted = needed[0]
+        for n, (position, target) in enumerate(zip(taken, needed[1:], strict=False)):
+            early = max(posted, min(target, n + room))
+            before[channel.receiver][position] += posts[posted:early]
+            after[channel.receiver][position] += posts[early:target]
+            posted = max(early, target)
+
+
+def _add_waits(plan: Plan, messages: _Messages, after: _Extra) -> None:
+    proofs = _proofs(messages)
+    forward_only = plan.forward_only
+    for channel, sent in messages.items():
+        op = Op.WAIT_B if channel.gradient else Op.WAIT_F
+        known_from, known = proofs.get((channel.sender, channel.receiver), ([], []))
+        end = len(plan[channel.sender])
+        bound = _bounds(sent, end) if forward_only else [end] * len(sent)
+        for x, latest in zip(sent, bound, strict=True):
+            i = bisect_left(known, x.taken)
+            proven = max(known_from[i], x.made) if i < len(known) else end
+            after[channel.sender][min(proven, latest)].append(Action(op, x.stage, x.microbatch))
+
+
+def _proofs(messages: _Messages) -> dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]]:
+    """What a rank knows of a peer: from position a[i] of its own list on, that the peer has
+    started the action at position b[i] of its list. Both rise."""
+    heard: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for channel, sent in messages.items():
+        heard[channel.receiver, channel.sender] += ((x.taken, x.made) for x in sent)
+    proofs: dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]] = {}
+    for pair, found in heard.items():
+        found.sort()
+        made = list(accumulate((made for _, made in found), max))
+        proofs[pair] = ([taken for taken, _ in found], made)
+    return proofs
+
+
+def _bounds(sent: Sequence[_Message], end: int) -> list[int]:
+    """For each send, where the ``FORWARD_QUEUE``-th next one of the same stage is made."""
+    of_stage: defaultdict[int, list[int]] = defaultdict(list)
+    for x in sent:
+        of_stage[x.stage].append(x.made)
+    later = {
+        made: following
+        for all_made in of_stage.values()
+        for made, following in zip(
+            all_made, [*all_made[FORWARD_QUEUE:], *[end] * FORWARD_QUEUE], strict=False
+        )
+    }
+    return [later[x.made] for x in sent]
+
+
+def _add_reductions(plan: Plan, after: _Extra) -> None:
+    for rank, actions in enumerate(plan.actions):
+        last = {a.stage: i for i, a in enumerate(actions) if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD)}
+        for stage, position in last.items():
+            after[rank][position].append(Action(Op.REDUCE, stage))
+
+
+def _merged(
+    actions: Sequence[Action],
+    before: defaultdict[int, list[Action]],
+    after: defaultdict[int, list[Action]],
+) -> list[Action]:
+    merged: list[Action] = []
+    for position, a in enumerate(actions):
+        merged += before.get(position, ())
+        merged.append(a)
+        merged += after.get(position, ())
+    return merged + after.get(len(actions), [])

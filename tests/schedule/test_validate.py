@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from megalite.errors import ScheduleError
+from megalite.schedule.action import Plan
+from megalite.schedule.generators import build_schedule, forward_only
+from megalite.schedule.lower import lower
+from megalite.schedule.render import parse_text
+from megalite.schedule.validate import check_compute, validate
+from tests.schedule.plans import edited
+
+
+@pytest.fixture
+def lowered() -> Plan:
+    """1F1B on three ranks with four microbatches; valid."""
+    plan = lower(build_schedule("1f1b", 3, 4))
+    validate(plan)
+    return plan
+
+
+def test_an_error_shows_the_grid_with_the_place_in_brackets() -> None:
+    plan = parse_text("rank 0: 0F0 0F1 0B0 0F2 0B1 0B2\nrank 1: 1B0 1F0 1F1 1B1 1F2 1B2")
+    with pytest.raises(ScheduleError) as error:
+        check_compute(plan)
+    assert str(error.value) == (
+        "rank 1, step 0: 1B0 needs 1F0 first\n"
+        "rank 0:     0F0      0F1      0B0      0F2      0B1      0B2\n"
+        "rank 1:    [1B0]     1F0      1F1      1B1      1F2      1B2"
+    )
+
+
+# (rank, a run of its actions, what it is replaced by, what the error says)
+FAULTS = {
+    "a doubled forward": (0, "0F3", "0F3 0F3", "rank 0, step 5: 0F3 repeats 0F3 of step 4"),
+    "a missing backward": (2, "2B3", "", "rank 2: 2B3 is missing"),
+    "a missing forward": (2, "2F3", "", "rank 2, step 6: 2B3 needs 2F3 first"),
+    "a backward before its forward": (1, "1F3", "1B3 1F3", "1B3 needs 1F3 first"),
+    "a backward and an input gradient": (2, "2B3", "2B3 2I3", "2I3 repeats 2B3"),
+    "an input gradient without its weight's": (2, "2B3", "2I3", "rank 2: 2W3 is missing"),
+    "a weight gradient before its input's": (2, "2B3", "2W3 2I3", "2W3 needs 2I3 first"),
+    "an action of another rank": (1, "1F3", "1F3 0F3", "0F3 belongs to rank 0"),
+    "a microbatch too many": (0, "0F3", "0F3 0F4", "0F4 does not exist among 3 stages and 4"),
+    "a doubled send": (0, "0SEND_F1", "0SEND_F1 0SEND_F1", "0SEND_F1 repeats step"),
+    "a receive that is not posted": (1, "1RECV_F2", "", "1F2 needs 1RECV_F2, which is missing"),
+    "a receive posted after its taker": (
+        1,
+        "1RECV_B1 1B0 1SEND_B0 1WAIT_F0 1RECV_F3 1F2 1SEND_F2 1RECV_B2 1B1",
+        "1B0 1SEND_B0 1WAIT_F0 1RECV_F3 1F2 1SEND_F2 1RECV_B2 1B1 1RECV_B1",
+        "1B1 needs 1RECV_B1 first",
+    ),
+    "a send that is not posted": (0, "0SEND_F2", "", "0F2 needs 0SEND_F2, which is missing"),
+    "a send before its message is made": (0, "0F2 0SEND_F2", "0SEND_F2 0F2", "needs 0F2 first"),
+    "a send nobody waits for": (2, "2WAIT_B3", "", "2SEND_B3 needs 2WAIT_B3, which is missing"),
+    "a wait before its send": (
+        2,
+        "2SEND_B3 2REDUCE 2WAIT_B2 2WAIT_B3",
+        "2WAIT_B3 2SEND_B3 2REDUCE 2WAIT_B2",
+        "2WAIT_B3 needs 2SEND_B3 first",
+    ),
+    "a message nobody needs": (2, "2F0", "2SEND_F0 2F0", "2SEND_F0 belongs to no message"),
+    "two receives swapped": (
+        1,
+        "1RECV_F0 1RECV_F1",
+        "1RECV_F1 1RECV_F0",
+        "rank 1, step 0: 1RECV_F1 is posted for message 0 of its channel from rank 0, "
+        "which is 0SEND_F0",
+    ),
+    "a reduction before the last gradient": (
+        1,
+        "1B3 1SEND_B3 1WAIT_F3 1REDUCE",
+        "1REDUCE 1B3 1SEND_B3 1WAIT_F3",
+        "1REDUCE needs 1B3 first",
+    ),
+    "no reduction": (1, "1REDUCE", "", "no 1REDUCE follows 1B3"),
+    "two reductions": (1, "1REDUCE", "1REDUCE 1REDUCE", "1REDUCE repeats step"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_named(lowered: Plan, fault: str) -> None:
+    rank, before, after, message = FAULTS[fault]
+    with pytest.raises(ScheduleError) as error:
+        validate(edited(lowered, rank, before, after))
+    first, *grid = str(error.value).splitlines()
+    assert message in first and first.startswith(f"rank {rank}")
+    assert ("[" in grid[rank]) == ("step" in first) and len(grid) == 3
+
+
+def test_a_circle_of_computations_is_reported_with_who_waits_for_what() -> None:
+    plan = parse_text("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1\nrank 2: 2F0 2B0 2F1 2B1")
+    with pytest.raises(ScheduleError) as error:
+        validate(lower(plan))
+    first, *grid = str(error.value).splitlines()
+    assert first.startswith("dead-lock: rank 0, step 4: 0B0 waits for rank 1 to reach 1SEND_B0; ")
+    assert "1F1 waits for rank 0 to reach 0SEND_F1" in first and "rank 2" not in first
+    assert "[0B0]" in grid[0] and "[1F1]" in grid[1] and "[" not in grid[2]
+
+
+def test_a_wrong_placement_is_refused() -> None:
+    good = build_schedule("1f1b", 2, 1)
+    with pytest.raises(ScheduleError, match="there are 2 lists"):
+        check_compute(Plan("wrong", 1, (0, 5), good.actions))
+
+
+def test_peaks_are_counted_along_the_list() -> None:
+    plan = parse_text("rank 0: 0F0 0F1 0I0 0I1 0W0 0W1\nrank 1: 1F0 1I0 1F1 1I1 1W0 1W1")
+    report = validate(lower(plan))
+    assert report.peak_chunks == (2, 2)
+    assert report.peak_in_flight == (2.0, 2.0)
+    assert report.peak_open_w == (2.0, 2.0)
+    assert report.peak_unsent == (2, 2)
+    assert report.peak_receives == ({(1, "B"): 2}, {(0, "F"): 2})
+
+
+def test_two_chunks_on_a_rank_count_half_each() -> None:
+    report = validate(lower(build_schedule("interleaved_1f1b", 2, 2, 2)))
+    assert report.peak_chunks == (4, 3)
+    assert report.peak_in_flight == (2.0, 1.5)
+
+
+def test_evaluation_holds_one_activation_at_a_time() -> None:
+    report = validate(lower(forward_only((0, 1, 0, 1), 8)))
+    assert report.peak_chunks == (1, 1)
