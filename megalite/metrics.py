@@ -1,0 +1,292 @@
+"""What a run writes down: a line a step, a line an evaluation, a line an event.
+
+All files are JSON lines, valid JSON throughout. Finite floats are written with the digits that read
+back to the same value; what JSON has no number for stands as the string "nan", "inf" or "-inf".
+Only one process of a job writes them, and ``RunLock`` keeps a second job out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``, the same for all ranks.
+
+    ``loss`` is the mean over the global batch's non-ignored tokens, in nats; ``grad_norm`` is
+    taken before clipping; ``tokens`` and ``samples`` count from the start of the run, and
+    ``tokens_per_s`` is the whole job's, for this step alone.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    samples: int
+    step_time_s: float
+    tokens_per_s: float
+    skipped: bool
+    layout: str
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One line of ``eval.jsonl``: a mean over held-out tokens, after ``step`` steps.
+
+    ``tokens`` counts the training tokens seen so far; ``bits_per_byte`` is None where the length
+    of a token in bytes is not known.
+    """
+
+    step: int
+    val_loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+
+    @classmethod
+    def of(
+        cls, step: int, val_loss: float, bytes_per_token: float | None, tokens: int
+    ) -> EvalRecord:
+        """Derive the other figures from a loss in nats a token."""
+        try:
+            perplexity = math.exp(val_loss)
+        except OverflowError:
+            perplexity = math.inf
+        bits = val_loss / (math.log(2) * bytes_per_token) if bytes_per_token else None
+        return cls(step, val_loss, perplexity, bits, tokens)
+
+
+class RunLock:
+    """The right of one process to write in a run directory; ends with the process at the latest.
+
+    Raises:
+        ConfigError: if another process holds it for longer than ``wait_s``.
+    """
+
+    def __init__(self, run_dir: str | Path, wait_s: float = 5.0) -> None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._file = open(Path(run_dir) / "lock", "a+b")
+        give_up = time.monotonic() + wait_s
+        while not self._try():
+            if time.monotonic() >= give_up:
+                self._file.seek(0)
+                owner = self._file.read(200).decode(errors="replace").strip() or "another process"
+                self._file.close()
+                raise ConfigError(
+                    "run.dir", f"{run_dir} is written by {owner}", "End that job, or name another"
+                )
+            time.sleep(0.05)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._file.flush()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # Some network file systems know no locks; a run there goes without.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricsLog:
+    """``metrics.jsonl`` and ``eval.jsonl`` of a run: continuous over restarts."""
+
+    def __init__(self, run_dir: Path, lock: RunLock) -> None:
+        self._steps = _Lines(run_dir / "metrics.jsonl")
+        self._evals = _Lines(run_dir / "eval.jsonl")
+        self._lock = lock
+
+    @classmethod
+    def open(cls, run_dir: str | Path, last_step: int, lock: RunLock | None = None) -> MetricsLog:
+        """Create the files, or cut them back to lines of steps up to ``last_step``.
+
+        Args:
+            run_dir: made if missing.
+            last_step: the step of the restored checkpoint; 0: keep nothing.
+            lock: of ``run_dir``, if the caller holds it already; it is closed with the log.
+        Raises:
+            ConfigError: if another job writes in ``run_dir``.
+        """
+        lock = lock or RunLock(run_dir)
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            cut_back(Path(run_dir) / name, last_step)
+        return cls(Path(run_dir), lock)
+
+    def write(self, record: StepRecord) -> None:
+        self._steps.add(asdict(record))
+
+    def write_eval(self, record: EvalRecord) -> None:
+        self._evals.add(asdict(record))
+
+    def sync(self) -> None:
+        """Wait until the lines are on disk; called before a checkpoint of their step counts."""
+        self._steps.sync()
+        self._evals.sync()
+
+    def close(self) -> None:
+        self._steps.close()
+        self._evals.close()
+        self._lock.close()
+
+
+class EventLog:
+    """``events.jsonl``: what happened besides steps; only ever added to.
+
+    A line is ``{"time": seconds since 1970, "event": name, ...}``. Several processes may add.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        path = Path(run_dir) / "events.jsonl"
+        cut_back(path, None)
+        self._lines = _Lines(path)
+
+    def write(self, event: str, **fields: Any) -> None:
+        self._lines.add({"time": round(time.time(), 3), "event": event, **fields})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class _Lines:
+    """A file that grows by whole lines: each is one write at the end of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        rest = (json.dumps(_plain(values), allow_nan=False) + "\n").encode()
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut_back(path: Path, last_step: int | None) -> None:
+    """Drop the end of a file of JSON lines: a line without its end, then steps after ``last_step``.
+
+    Steps grow from line to line, so the search starts at the end and costs no more than what is
+    dropped; one truncation does it, and a kill leaves the file either as it was or cut. With None
+    only an incomplete line goes. A missing file is made.
+    """
+    with open(path, "a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            end = view.rfind(b"\n") + 1
+            while end and last_step is not None:
+                start = view.rfind(b"\n", 0, end - 1) + 1
+                if _step_of(view[start:end]) <= last_step:
+                    break
+                end = start
+        if end < size:
+            file.truncate(end)
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The complete lines of a file that this module wrote, non-finite numbers as floats again."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    complete = text[: text.rfind("\n") + 1].splitlines()
+    names = ("nan", "inf", "-inf")
+    return [
+        {key: float(v) if v in names else v for key, v in json.loads(line).items()}
+        for line in complete
+    ]
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What ``Lagged`` gives back of one step: host values as pushed, the tensor's as floats."""
+
+    step: int
+    values: list[float]
+    host: dict[str, Any]
+
+
+class Lagged:
+    """Reads a step's numbers from the device one step later, so that no step waits for them.
+
+    ``push`` starts the copy and returns at once. ``pop`` gives the steps before the last pushed,
+    which the device has done by then; ``flush`` waits for all, as must be before a checkpoint
+    counts: a step that is saved must have its line.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None, dict[str, Any]]] = deque()
+
+    def push(self, step: int, tensor: Tensor, **host: Any) -> None:
+        """Take a copy of ``tensor`` (any shape, small), which may be overwritten afterwards."""
+        source = tensor.detach().reshape(-1)
+        if source.device.type != "cuda":
+            self._pending.append((step, source.clone(), None, host))
+            return
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copy.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(source.device))
+        self._pending.append((step, copy, done, host))
+
+    def pop(self) -> list[Reading]:
+        """The readings of all steps but the last pushed, oldest first, each given once."""
+        return [self._read() for _ in range(len(self._pending) - 1)]
+
+    def flush(self) -> list[Reading]:
+        """The readings of all steps, oldest first, each given once."""
+        return [self._read() for _ in range(len(self._pending))]
+
+    def _read(self) -> Reading:
+        step, tensor, done, host = self._pending.popleft()
+        if done is not None:
+            done.synchronize()
+        return Reading(step, tensor.tolist(), host)
