@@ -45,7 +45,14 @@ PRELOAD: tuple[str, ...] = (
     "tests.nccl_rules",
 )
 # What a rank reports when another one has gone: never the first true error.
-ECHOES = ("Connection closed", "Connection reset", "Broken pipe", "Peer is gone")
+ECHOES = (
+    "Connection closed",
+    "Connection reset",
+    "Connection refused",
+    "Connection was likely closed",
+    "Broken pipe",
+    "Peer is gone",
+)
 
 
 class RankError(Exception):
@@ -116,9 +123,9 @@ def run_ranks(
         if problem is None and silent and any(logs):
             problem = "a rank was to be silent"
         if problem is not None:
-            raise RankError(problem + "".join(_titled("output", *pair) for pair in enumerate(logs)))
+            raise RankError(problem + "".join(map(_output, range(world_size), logs)))
         for rank, log in enumerate(logs):
-            print(_titled("output", rank, log), end="")
+            print(_output(rank, log), end="")
         return [
             pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)
         ]
@@ -255,7 +262,7 @@ def _watch(job: _Job, pids: dict[int, int]) -> str | None:
             if time.monotonic() > deadline:
                 hung = [pids[pid] for pid in living.values()]
         if living:
-            # Enough for a rank that is about to fail as well to say so.
+            # For a rank that is about to fail as well to say so.
             _reap(living, pids, codes, time.monotonic() + 0.1)
             for pid in living.values():
                 os.kill(pid, signal.SIGUSR1)
@@ -310,8 +317,10 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _titled(title: str, rank: int, text: str) -> str:
-    return f"\n--- {title} of rank {rank}\n{text}" if text else ""
+def _output(rank: int, log: str) -> str:
+    # Without the C++ stacks that follow when a rank has gone.
+    lines = [line for line in log.splitlines() if not line.startswith("frame #")]
+    return f"\n--- output of rank {rank}\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 # --- a rank ------------------------------------------------------------------------------------
