@@ -1,0 +1,150 @@
+"""AdamW on flat buckets, with master weights where the model is in less than fp32."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.data_parallel.bucket import FlatParameters
+from megalite.errors import ConfigError
+from megalite.optim.config import OptimConfig
+from megalite.slices import Piece
+
+
+def apex_state() -> str:
+    """Which ``apex`` is installed: ``complete``, or why NVIDIA's fused kernels are not there.
+
+    PyPI's ``apex`` is another project, whose import fails with the very error that a missing
+    module gives; so look at the files, and import nothing.
+    """
+    found = importlib.util.find_spec("apex")
+    if found is None:
+        return "absent"
+    folders = found.submodule_search_locations or []
+    if not any(Path(folder, "multi_tensor_apply").is_dir() for folder in folders):
+        return "another package of that name, not NVIDIA's (PyPI's apex is a web toolkit)"
+    if importlib.util.find_spec("amp_C") is None:
+        return "NVIDIA's, built without its CUDA extensions (APEX_CPP_EXT=1 APEX_CUDA_EXT=1)"
+    return "complete"
+
+
+def choose_backend(wanted: str, device: torch.device) -> str:
+    """``torch`` or ``apex`` for ``optim.backend``.
+
+    Raises:
+        ConfigError: apex is asked for and cannot serve.
+    """
+    state = apex_state() if wanted != "torch" else "absent"
+    usable = state == "complete" and device.type == "cuda"
+    if wanted == "apex" and not usable:
+        why = f"apex is {state}" if state != "complete" else f"apex needs CUDA, not {device.type}"
+        raise ConfigError(
+            "optim.backend",
+            f"apex was asked for, but {why}",
+            "Use optim.backend=torch, or build NVIDIA's apex from source",
+        )
+    return "apex" if usable and wanted in ("apex", "auto") else "torch"
+
+
+def learning_rate(cfg: OptimConfig, step: int, num_steps: int) -> float:
+    """The rate of step ``step``, 1 .. num_steps: linear warm-up that reaches ``lr`` at step
+    ``warmup_steps``, then the schedule, which ends at ``min_lr`` with the last step."""
+    if step <= cfg.warmup_steps:
+        return cfg.lr * (step / cfg.warmup_steps)
+    if cfg.lr_schedule == "constant":
+        return cfg.lr
+    done = (step - cfg.warmup_steps) / max(1, num_steps - cfg.warmup_steps)
+    left = 1.0 - done if cfg.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over this rank's buckets.
+
+    State is one flat tensor a bucket and moment. Where weights are bf16 or fp16, ``master`` is
+    their fp32 copy, which is what is updated; else it is the weight itself.
+    """
+
+    def __init__(self, flat: FlatParameters, cfg: OptimConfig) -> None:
+        self.flat, self.cfg = flat, cfg
+        self.masters: list[Tensor] = []
+        for bucket in flat.buckets:
+            wide = bucket.weight.to(bucket.grad.dtype)  # the same tensor where it is wide already
+            wide.grad = bucket.grad
+            self.masters.append(wide)
+        groups = [
+            {
+                "params": [
+                    m for m, b in zip(self.masters, flat.buckets, strict=True) if b.decay is d
+                ],
+                "weight_decay": cfg.weight_decay if d else 0.0,
+            }
+            for d in (True, False)
+        ]
+        device = flat.buckets[0].weight.device
+        self.backend = choose_backend(cfg.backend, device)
+        self.inner = self._make([g for g in groups if g["params"]])
+        self._copies = [
+            (b.weight, m)
+            for b, m in zip(flat.buckets, self.masters, strict=True)
+            if b.weight is not m
+        ]
+        self._init_state()
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": 0.0, "betas": self.cfg.betas, "eps": self.cfg.eps}
+        if self.backend == "apex":
+            from apex.optimizers import FusedAdam
+
+            fused: torch.optim.Optimizer = FusedAdam(groups, adam_w_mode=True, **options)
+            return fused
+        return torch.optim.AdamW(groups, fused=True, **options)
+
+    def _init_state(self) -> None:
+        """Make the moments now: what a checkpoint is loaded into, and what memory is counted."""
+        for master in self.masters:
+            self.inner.state[master] = {
+                "step": torch.zeros((), device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def step(self, lr: float, factor: Tensor, finite: Tensor) -> None:
+        """Update the weights from the buckets' gradients times ``factor``.
+
+        Where ``finite`` is 0 nothing changes. Both are 0-d and stay on the device.
+        """
+        grads = [b.grad for b in self.flat.buckets]
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
+        self.inner.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's weights."""
+        if self._copies:
+            weights, masters = zip(*self._copies, strict=True)
+            torch._foreach_copy_(list(weights), list(masters))
+
+    def pieces(self) -> Iterator[Piece]:
+        """State by global name: ``optim.{master,exp_avg,exp_avg_sq}.<name>``."""
+        for bucket, master in zip(self.flat.buckets, self.masters, strict=True):
+            state = self.inner.state[master]
+            if bucket.weight is not master:
+                yield from bucket.pieces(master, "optim.master.")
+            yield from bucket.pieces(state["exp_avg"], "optim.exp_avg.")
+            yield from bucket.pieces(state["exp_avg_sq"], "optim.exp_avg_sq.")
+
+    def set_num_steps(self, step: int) -> None:
+        """How many updates the moments have seen, for their bias correction."""
+        for state in self.inner.state.values():
+            state["step"].fill_(float(step))
