@@ -1,0 +1,132 @@
+"""The timeline of a plan: a row a pipeline rank, a cell a computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.report.html import Html, join, tag
+from megalite.report.series import tick_labels, ticks
+from megalite.schedule.action import COMPUTE, Action, Op
+from megalite.schedule.simulate import Timeline
+
+HUES = 8  # microbatches are coloured in turn
+_CLASS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.INPUT_GRAD: "i", Op.WEIGHT_GRAD: "w"}
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRAD: "input gradient",
+    Op.WEIGHT_GRAD: "weight gradient",
+}
+_ROW, _GAP, _LETTER = 24, 5, 6.6  # pixels
+_WIDTH, _NARROWEST, _WIDEST = 1000, 5.0, 30.0  # of the drawing, and of one unit of time
+_MOST_ROWS = 32
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The part of the time from ``begin`` to ``end``, drawn from ``left`` on."""
+
+    begin: float
+    end: float
+    left: float
+    unit: float  # pixels
+
+    @property
+    def right(self) -> float:
+        return self.left + (self.end - self.begin) * self.unit
+
+
+def timeline_figure(timeline: Timeline) -> Html:
+    """A long step is shown by its beginning and its end; many ranks by the first and the last."""
+    windows = _windows(timeline.makespan)
+    rows, left_out = _rows(timeline.plan.pp)
+    pitch = _ROW + _GAP
+    height = len(rows) * pitch + 16
+    drawn = [
+        part
+        for at, rank in enumerate(rows)
+        for window in windows
+        for part in _row(timeline, rank, at * pitch, window)
+    ]
+    names = [tag("span", f"pp {rank}", style=f"top:{at * pitch}px") for at, rank in enumerate(rows)]
+    width = windows[-1].right + 1
+    drawing = tag(
+        "svg",
+        *drawn,
+        *(part for window in windows for part in _axis(window, height)),
+        width=f"{width:.0f}",
+        height=height,
+        viewBox=f"0 0 {width:.0f} {height}",
+        role="img",
+        aria_label=f"timeline of {timeline.plan.pp} pipeline ranks",
+        class_="fine" if windows[0].unit < 2 * _NARROWEST else "",
+    )
+    notes = []
+    if len(windows) > 1:
+        skipped = windows[1].begin - windows[0].end
+        notes.append(f"The {skipped:,.0f} units in the middle are left out.")
+    if left_out:
+        notes.append(f"{left_out} ranks in the middle are left out.")
+    return join(
+        [
+            tag(
+                "div",
+                tag("div", *names, class_="names", style=f"height:{height}px"),
+                tag("div", drawing, class_="scroll", tabindex=0),
+                class_="timeline",
+            ),
+            tag("p", " ".join(notes), class_="note") if notes else Html(""),
+        ]
+    )
+
+
+def _windows(makespan: float) -> list[_Window]:
+    unit = min(_WIDEST, _WIDTH / max(makespan, 1.0))
+    if unit >= _NARROWEST:
+        return [_Window(0.0, makespan, 0.0, unit)]
+    half = (_WIDTH - 40) / 2 / _NARROWEST
+    first = _Window(0.0, half, 0.0, _NARROWEST)
+    return [first, _Window(makespan - half, makespan, first.right + 40, _NARROWEST)]
+
+
+def _rows(pp: int) -> tuple[list[int], int]:
+    if pp <= _MOST_ROWS:
+        return list(range(pp)), 0
+    half = _MOST_ROWS // 2
+    return [*range(half), *range(pp - half, pp)], pp - _MOST_ROWS
+
+
+def _row(timeline: Timeline, rank: int, top: float, window: _Window) -> Iterator[Html]:
+    yield _rect(window.left, top, window.right, class_="idle")
+    for action, start, end in zip(
+        timeline.plan[rank], timeline.start[rank], timeline.end[rank], strict=True
+    ):
+        begin, stop = max(start, window.begin), min(end, window.end)
+        if action.op in COMPUTE and begin < stop:
+            left, right = (window.left + (t - window.begin) * window.unit for t in (begin, stop))
+            yield _cell(action, left, right, top, f"{start:g} to {end:g}")
+
+
+def _cell(action: Action, left: float, right: float, top: float, when: str) -> Html:
+    number = str(action.microbatch)
+    what = f"{_WORDS[action.op]} of microbatch {number}, stage {action.stage}, from {when}"
+    parts = [tag("title", what), _rect(left, top, right)]
+    if len(number) * _LETTER <= right - left:
+        middle = f"{(left + right) / 2:.1f}"
+        parts.append(tag("text", number, x=middle, y=f"{top + _ROW / 2 + 4:g}"))
+    return tag("g", *parts, class_=f"{_CLASS[action.op]} m{action.microbatch % HUES}")
+
+
+def _rect(left: float, top: float, right: float, **more: str) -> Html:
+    return tag(
+        "rect", x=f"{left:.1f}", y=f"{top:g}", width=f"{right - left:.1f}", height=_ROW, **more
+    )
+
+
+def _axis(window: _Window, height: int) -> Iterator[Html]:
+    marks = ticks(window.begin, window.end, 10)
+    for mark, text in zip(marks, tick_labels(marks), strict=True):
+        at = window.left + (mark - window.begin) * window.unit
+        edge = "start" if mark == 0 else "end" if at > window.right - 10 else "middle"
+        yield tag("text", text, x=f"{at:.1f}", y=height - 3, class_=f"axis {edge}")

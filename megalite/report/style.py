@@ -1,0 +1,124 @@
+"""How the page looks, in the light and in the dark; nothing is fetched."""
+
+from __future__ import annotations
+
+from megalite.report.pipeline import HUES
+
+_HUES = (212, 28, 150, 280, 350, 52, 185, 318)
+assert len(_HUES) == HUES
+
+_LIGHT = """
+--page:#f6f7f9;--card:#fff;--text:#1b2330;--soft:#5b6675;--line:#e1e5ea;--idle:#eceff3;
+--loss:#1f6fd6;--bits:#d5620b;--norm:#7b3fc4;--lr:#12805c;--speed:#0b7d92;
+--good:#12805c;--bad:#c8232c;--warn:#9a6400;
+--f-light:82%;--f-text:#1b2330;--b-light:43%;--b-text:#fff;--colour:62%;
+"""
+_DARK = """
+--page:#10141a;--card:#181e27;--text:#e6eaf0;--soft:#98a4b3;--line:#2b3440;--idle:#242c37;
+--loss:#6aa9ff;--bits:#ff9d57;--norm:#bd93f9;--lr:#4fc89b;--speed:#4fc3d9;
+--good:#4fc89b;--bad:#ff6b70;--warn:#f0b849;
+--f-light:74%;--f-text:#10141a;--b-light:38%;--b-text:#fff;--colour:48%;
+"""
+_RULES = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--text);
+font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+font-variant-numeric:tabular-nums}
+main{max-width:1180px;margin:0 auto;padding:24px 20px 48px}
+h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}
+h2{font-size:17px;margin:34px 0 10px}
+h2 small{font-weight:400;color:var(--soft);font-size:14px}
+.about{color:var(--soft);margin:4px 0 0}
+.verdict{font-size:17px;font-weight:600;margin:16px 0 12px}
+.verdict::before{content:"";display:inline-block;width:11px;height:11px;border-radius:50%;
+background:currentColor;margin-right:9px}
+.verdict.good{color:var(--good)}.verdict.bad{color:var(--bad)}.verdict.part{color:var(--warn)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:0}
+.tiles div,.card,figure{background:var(--card);border:1px solid var(--line);border-radius:8px}
+.tiles div{padding:10px 14px 11px}
+.tiles dt{color:var(--soft);font-size:13px}
+.tiles dd{margin:0}
+.tiles dd.big{font-size:23px;font-weight:600;line-height:1.25}
+.tiles dd+dd{color:var(--soft);font-size:12.5px}
+.charts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:12px}
+figure{margin:0;padding:12px 16px 10px}
+.chart.wide{grid-column:1/-1}
+figcaption{display:flex;justify-content:space-between;gap:12px;margin-bottom:8px}
+.unit,.note,.legend,.empty{color:var(--soft);font-size:13px}
+.newest{font-weight:600;color:var(--hue);white-space:nowrap}
+.plot{position:relative;height:170px;margin:6px 12px 22px 44px}
+.wide .plot{height:250px}
+.plot svg{position:absolute;width:100%;height:100%;overflow:visible}
+.plot path{fill:none;vector-effect:non-scaling-stroke;stroke-linejoin:round;stroke-linecap:round}
+.plot span{position:absolute;color:var(--soft);font-size:12px;line-height:1;white-space:nowrap}
+.plot .y{right:100%;margin-right:8px;transform:translateY(-50%)}
+.plot .x{top:100%;margin-top:8px;transform:translateX(-50%)}
+.plot .grid{stroke:var(--line);stroke-width:1}
+.plot .line{stroke:var(--hue);stroke-width:2}
+.plot .raw{stroke:var(--hue);stroke-width:1;opacity:.33}
+.plot .dot{stroke:var(--hue);stroke-width:7}
+.plot .restart{stroke:var(--soft);stroke-width:1;stroke-dasharray:4 4}
+.plot .bad{stroke:var(--bad);stroke-width:2;stroke-linecap:butt}
+.loss{--hue:var(--loss)}.bits{--hue:var(--bits)}.norm{--hue:var(--norm)}
+.lr{--hue:var(--lr)}.speed{--hue:var(--speed)}
+.empty{padding:30px 0;text-align:center;margin:0}
+.legend{display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 2px 0}
+.legend i{display:inline-block;width:20px;height:12px;margin-right:7px;vertical-align:-1px}
+.legend .k-mean,.legend .k-each{height:2px;vertical-align:4px;background:var(--loss)}
+.legend .k-each{height:1px;opacity:.6}
+.legend .k-restart{height:0;border-top:1px dashed var(--soft);vertical-align:4px}
+.legend .k-bad{width:2px;background:var(--bad)}
+.legend .k-idle{background:var(--idle)}
+.legend .k-f,.legend .k-b,.legend .k-i,.legend .k-w{border-radius:2px}
+.legend .k-f{background:hsl(212 var(--colour) var(--f-light))}
+.legend .k-b,.legend .k-i{background:hsl(212 var(--colour) var(--b-light))}
+.legend .k-w{background:hsl(212 18% var(--b-light))}
+.card{padding:14px 16px}
+.card .legend{margin-top:10px}
+.scroll{overflow:auto;max-height:600px}
+.timeline{display:flex}
+.names{position:relative;width:44px;flex:none}
+.names span{position:absolute;font-size:12.5px;line-height:24px;color:var(--soft)}
+.timeline .scroll{min-width:0;max-height:none}
+.timeline svg{display:block;font-size:11px}
+.timeline rect{rx:2px}
+.timeline text{text-anchor:middle;pointer-events:none}
+.timeline .idle{fill:var(--idle)}
+.timeline .axis{fill:var(--soft)}
+.timeline .start{text-anchor:start}.timeline .end{text-anchor:end}
+.timeline g rect{stroke:var(--card);stroke-width:1}
+.timeline .fine g rect{stroke-width:.3}
+.timeline .f rect{fill:hsl(var(--h) var(--colour) var(--f-light))}
+.timeline .f text{fill:var(--f-text)}
+.timeline .b rect,.timeline .i rect{fill:hsl(var(--h) var(--colour) var(--b-light))}
+.timeline .w rect{fill:hsl(var(--h) 18% var(--b-light))}
+.timeline .b text,.timeline .i text,.timeline .w text{fill:var(--b-text)}
+table{border-collapse:collapse;font-size:14px}
+th,td{text-align:left;padding:6px 18px 6px 0;border-bottom:1px solid var(--line);
+vertical-align:top}
+thead th{color:var(--soft);font-weight:500;font-size:13px}
+tbody tr:last-child>*{border-bottom:0}
+.events td{white-space:nowrap}
+.events td:nth-child(5){white-space:normal;overflow-wrap:anywhere;min-width:280px}
+.layout td:nth-child(2){white-space:nowrap}
+.ranks{white-space:nowrap}
+.rank{display:inline-block;min-width:26px;padding:0 6px;margin-right:4px;text-align:center;
+border-radius:5px;background:var(--idle)}
+details{margin-top:10px}
+summary{cursor:pointer;color:var(--soft)}
+pre{overflow-x:auto;margin:10px 0 0;
+font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+@media(max-width:720px){
+main{padding:16px 12px 32px}
+.charts{grid-template-columns:minmax(0,1fr)}
+.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}
+.tiles dd.big{font-size:20px}
+.wide .plot{height:200px}
+}
+"""
+
+
+def stylesheet() -> str:
+    colours = "".join(f".m{i}{{--h:{hue}}}" for i, hue in enumerate(_HUES))
+    dark = f"@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
+    return f":root{{color-scheme:light dark;{_LIGHT}}}{dark}{_RULES}{colours}"
