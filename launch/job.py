@@ -1,0 +1,90 @@
+"""Joins the process group of a job, and leaves it: cleanly, or at once with the error shown."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from launch.config import World
+from megalite.mesh import Mesh, TorchTransport, backend_of, local_device
+from megalite.mesh_shape import MeshShape
+
+COLLECTIVE_LIMIT_S = 600.0
+
+
+@contextmanager
+def joined(shape: MeshShape, world: World, limit_s: float = COLLECTIVE_LIMIT_S) -> Iterator[Mesh]:
+    """The mesh of this job. A process that is alone joins nothing.
+
+    Whatever was made with the mesh must be out of reach when the context ends, or gloo may abort
+    the process at exit.
+    """
+    device = local_device(world.local_rank)
+    if world.size == 1:
+        yield Mesh.single(device)
+        return
+    _init(device, world, limit_s)
+    mesh = Mesh.create(shape, TorchTransport(device, limit_s))
+    yield mesh
+    gc.collect()
+    dist.barrier()
+    mesh.close()
+    dist.destroy_process_group()
+
+
+def _init(device: torch.device, world: World, limit_s: float) -> None:
+    limit = timedelta(seconds=limit_s)
+    store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+    # After a restart the agent's store still holds the addresses of the dead.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(
+        backend_of(device), store=store, rank=rank, world_size=size, timeout=limit
+    )
+
+
+def share_text(mesh: Mesh) -> Callable[[str], list[str]]:
+    """A function that gives every rank the text of every rank, in order; collective."""
+
+    def share(text: str) -> list[str]:
+        data = text.encode()
+        longest = torch.tensor([len(data)], device=mesh.device)
+        mesh.world.all_reduce(longest, "max").wait()
+        room = max(1, int(longest))
+        mine = torch.tensor(list(data.ljust(room, b"\0")), dtype=torch.uint8, device=mesh.device)
+        whole = mine.new_empty(room * mesh.world.size)
+        mesh.world.all_gather(whole, mine).wait()
+        parts = whole.cpu().view(mesh.world.size, room)
+        return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
+
+    return share
+
+
+def die(error: BaseException, world: World) -> NoReturn:
+    """End this process now, with the error as the last thing that it prints.
+
+    No clean-up: the other ranks are in the middle of messages with this one. The launcher ends
+    them when it sees this one gone, and repeats the error from the file that it named.
+    """
+    text = "".join(traceback.format_exception(error))
+    where = f"rank {world.rank} (local rank {world.local_rank})"
+    sys.stdout.flush()
+    sys.stderr.write(f"\n{where} failed:\n{text}")
+    sys.stderr.flush()
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+        ErrorHandler().record_exception(error)
+    finally:
+        os._exit(1)

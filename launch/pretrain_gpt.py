@@ -1,0 +1,149 @@
+"""Trains a GPT: ``torchrun --nproc-per-node N launch/pretrain_gpt.py --config FILE [--a.b c ...]``.
+
+Read ``main`` from top to bottom: every line is used once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from data.config import sources
+from data.dataset import Mixture, TokenDataset, check_tokenizer
+from data.loader import EvalLoader, TokenLoader
+from data.prepare import ensure_prepared
+from data.tokenizer import Tokenizer
+from launch.build import Training, build, describe
+from launch.config import (
+    Config,
+    World,
+    check,
+    check_same_run,
+    load_config,
+    report_config_error,
+    resolve_vocab,
+    world_from_env,
+)
+from launch.job import die, joined, share_text
+from launch.record import Recorder
+from launch.sample import sample
+from launch.state import Position, find_checkpoint, restore, save_state
+from megalite.errors import ConfigError
+from megalite.mesh import Mesh, local_device
+from megalite.optim.adamw import choose_backend, learning_rate
+from megalite.parallel_config import mesh_shape
+from megalite.pipeline.executor import Batch
+
+
+def main(argv: list[str]) -> None:
+    try:
+        cfg, world = load_config(argv), world_from_env()
+        check(cfg, world.size)
+        choose_backend(cfg.optim.backend, local_device(world.local_rank))
+        ensure_prepared(cfg.data)
+        train_data, held_out, tokenizer = open_data(cfg)
+        cfg = resolve_vocab(cfg, tokenizer.vocab_size)
+        check_run_dir(cfg, world)
+    except ConfigError as error:
+        report_config_error(error)
+    try:
+        with joined(mesh_shape(cfg.parallel, world.size), world) as mesh:
+            run(cfg, mesh, train_data, held_out, tokenizer)
+    except BaseException as error:
+        die(error, world)
+
+
+def open_data(cfg: Config) -> tuple[Mixture, list[TokenDataset], Tokenizer]:
+    """The training mixture, the held-out sets and the tokenizer of all of them."""
+    named = sources(cfg.data)
+    train_data = Mixture.open(named)
+    train_data.check(cfg.model.seq_length)
+    evaluates = cfg.train.eval_every > 0
+    held_out = [TokenDataset.open(d, "val") for _, d in named] if evaluates else []
+    tokenizer = Tokenizer.load(cfg.data.tokenizer or train_data.datasets[0].tokenizer_path)
+    for dataset in train_data.datasets:
+        check_tokenizer(dataset, tokenizer)
+    return train_data, held_out, tokenizer
+
+
+def check_run_dir(cfg: Config, world: World) -> None:
+    """Refuse a run dir that holds another run."""
+    saved = Path(cfg.run.dir, "config.yaml")
+    if saved.exists():
+        for name, old, new in check_same_run(cfg, saved):
+            if world.rank == 0:
+                print(f"taking up {cfg.run.dir} with {name} {new} (was {old})", flush=True)
+
+
+def run(
+    cfg: Config, mesh: Mesh, train_data: Mixture, held_out: list[TokenDataset], tokenizer: Tokenizer
+) -> None:
+    """The whole run, in one mesh."""
+    share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
+    training = build(cfg, mesh)
+    found = find_checkpoint(training, checkpoints, share)
+    position = restore(training, found, share) if found else Position()
+    last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
+    batches = {
+        "seq_length": cfg.model.seq_length,
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "dp_index": mesh.dp.index,
+        "dp_size": mesh.dp.size,
+    }
+    loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
+    with Recorder(cfg, mesh, position) as recorder, loader:
+        recorder.say(describe(training))
+        if found:
+            recorder.event("restore", step=position.step, path=str(found.path))
+            recorder.say(f"going on from {found.path}")
+        for step in range(position.step + 1, last + 1):
+            train_step(training, loader, recorder, step)
+            if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
+                path = save_state(training, recorder.position(), checkpoints, share)
+                recorder.event("save", step=step, path=str(path))
+            if is_due(step, cfg.train.eval_every, last):
+                limit = 0 if step == cfg.train.steps else cfg.train.eval_batches
+                loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
+                recorder.evaluation(step, *evaluate(training, loaders))
+            recorder.resume_clock()
+        if cfg.train.eval_every and last == cfg.train.steps:
+            text = tokenizer.decode(sample(training, [tokenizer.eod], 200, seed=cfg.train.seed))
+            recorder.say(f"\nsampled from the model:\n\n{text}\n")
+        recorder.say(f"files of this run: {cfg.run.dir}")
+
+
+def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step: int) -> None:
+    """Step number ``step`` (from 1); nothing in it waits for the device."""
+    batch = to_device(loader.batch(step - 1), training.mesh.device)
+    lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
+    recorder.step(step, lr, training.step(batch, lr))
+
+
+def evaluate(training: Training, loaders: list[EvalLoader]) -> tuple[float, float]:
+    """Mean held-out loss in nats a token, and UTF-8 bytes a token."""
+    device = training.mesh.device
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for loader in loaders:
+        for i in range(loader.num_batches):
+            total += training.losses(to_device(loader.batch(i), device))
+    summed, count = total.tolist()
+    return summed / count, sum(loader.utf8_bytes for loader in loaders) / count
+
+
+def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> Batch:
+    tokens, targets = (t.to(device, non_blocking=True) for t in batch)
+    return Batch(tokens, targets)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps, and at the end, is done after this one."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""What a run tells the world about its steps: files, console, wandb; from world rank 0 only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from launch.config import Config
+from launch.progress import Progress
+from launch.state import Position
+from launch.tracking import Tracker
+from megalite.config import to_yaml
+from megalite.mesh import Mesh
+from megalite.metrics import EvalRecord, EventLog, Lagged, MetricsLog, Reading, StepRecord
+from megalite.optim.clip import StepTotals
+
+
+class Recorder:
+    """Follows a run from ``position`` on. Every rank has one, so that all know where the run is
+    and all see a bad step; rank 0's writes.
+
+    A step's numbers are read from the device one step later.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, position: Position) -> None:
+        self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
+        self._position, self._lagged = position, Lagged()
+        self._since = time.perf_counter()
+        self._files: tuple[MetricsLog, EventLog] | None = None
+        self._tracker: Tracker | None = None
+        self._progress = Progress(cfg.train.steps, mesh.rank)
+        if mesh.rank == 0:
+            run = cfg.run
+            log = MetricsLog.open(run.dir, position.step)
+            Path(run.dir, "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+            self._files = log, EventLog(run.dir)
+            self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
+        self.event("start", step=position.step, layout=self.layout)
+
+    def step(self, step: int, lr: float, totals: StepTotals) -> None:
+        """A step has been queued on the device; take the numbers of the one before.
+
+        Raises:
+            FloatingPointError: on every rank, if that one's loss or gradient is not finite.
+        """
+        now = time.perf_counter()
+        self._lagged.push(step, totals.stacked(), lr=lr, step_time_s=now - self._since)
+        self._since = now
+        for reading in self._lagged.pop():
+            self._take(reading)
+
+    def position(self) -> Position:
+        """Where the run is, once all steps so far are done and recorded."""
+        for reading in self._lagged.flush():
+            self._take(reading)
+        if self._files:
+            self._files[0].sync()
+        return self._position
+
+    def evaluation(self, step: int, val_loss: float, bytes_per_token: float) -> None:
+        """Mean held-out loss in nats a token."""
+        position = self.position()
+        record = EvalRecord.of(step, val_loss, bytes_per_token, position.tokens)
+        self._progress.evaluation(record)
+        if self._files and self._tracker:
+            self._files[0].write_eval(record)
+            values = {k: v for k, v in asdict(record).items() if k not in ("step", "tokens")}
+            self._tracker.log(step, values)
+        self.resume_clock()
+
+    def resume_clock(self) -> None:
+        """What happened since the last step is not to count as time of the next."""
+        self._since = time.perf_counter()
+
+    def event(self, name: str, **fields: Any) -> None:
+        if self._files:
+            self._files[1].write(name, **fields)
+
+    def say(self, text: str) -> None:
+        self._progress.note(text)
+
+    def _take(self, reading: Reading) -> None:
+        loss, tokens, norm, finite = reading.values
+        before, seconds = self._position, reading.host["step_time_s"]
+        self._position = Position(
+            reading.step,
+            before.samples + self.cfg.train.global_batch_size,
+            before.tokens + int(tokens),
+            before.updates + int(finite),
+        )
+        record = StepRecord(
+            step=reading.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=reading.host["lr"],
+            tokens=self._position.tokens,
+            samples=self._position.samples,
+            step_time_s=seconds,
+            tokens_per_s=tokens / seconds,
+            skipped=not finite,
+            layout=self.layout,
+        )
+        self._progress.step(record)
+        if self._files and self._tracker:
+            self._files[0].write(record)
+            values = {k: v for k, v in asdict(record).items() if k not in ("step", "layout")}
+            self._tracker.log(reading.step, values)
+        if not finite:
+            raise FloatingPointError(
+                f"step {reading.step}: loss {loss} and gradient norm {norm} are not both finite; "
+                "the weights are those of the step before"
+            )
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.position()
+        finally:
+            self._progress.close()
+            if self._tracker:
+                self._tracker.finish(0 if error is None else 1)
+            for file in self._files or ():
+                file.close()

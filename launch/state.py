@@ -1,0 +1,75 @@
+"""What a checkpoint of a run holds, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.build import Training
+from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint, prune
+from megalite.checkpoint.save import save
+from megalite.slices import Piece
+
+Share = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: steps done, samples and tokens seen, updates of the weights."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    updates: int = 0
+
+
+def state_pieces(training: Training) -> Iterator[Piece]:
+    """Every tensor of the state on this rank, copies that another rank owns included."""
+    yield from training.flat.weight_pieces()
+    yield from training.optimizer.pieces()
+
+
+def save_state(training: Training, position: Position, directory: Path, share: Share) -> Path:
+    """Write a checkpoint of this position and remove those that are no longer kept; collective."""
+    cfg, mesh = training.cfg, training.mesh
+    mine = (p for p in state_pieces(training) if mesh.dp.index == 0)
+    extra = {"position": asdict(position), "layout": str(mesh.shape)}
+    path = save(
+        directory,
+        position.step,
+        mine,
+        extra,
+        rank=mesh.rank,
+        world_size=mesh.shape.world_size,
+        share=share,
+    )
+    if mesh.rank == 0:
+        prune(directory, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+    return path
+
+
+def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkpoint | None:
+    """The checkpoint that ``checkpoint.resume`` asks for, if there is one; collective."""
+    wanted = training.cfg.checkpoint.resume
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return open_checkpoint(Path(wanted))
+    mesh = training.mesh
+    found, bad = load_latest(
+        directory, rank=mesh.rank, world_size=mesh.shape.world_size, share=share
+    )
+    if mesh.rank == 0:
+        for error in bad:
+            print(f"passed over a bad checkpoint: {error}", file=sys.stderr, flush=True)
+    return found
+
+
+def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Position:
+    """Fill weights and optimizer from a checkpoint of any layout; collective."""
+    checkpoint.read(state_pieces(training), share=share)
+    position = Position(**checkpoint.extra["position"])
+    training.optimizer.set_num_steps(position.updates)
+    return position

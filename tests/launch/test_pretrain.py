@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.command import SMALL, TINY, TRAIN, launcher, metrics, override, run, train
+
+EQUAL = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "skipped")
+THREE_D = [
+    *("--parallel.tp", "2", "--parallel.pp", "2", "--parallel.sequence_parallel", "True"),
+    *("--parallel.schedule", "interleaved_1f1b", "--parallel.virtual_stages", "2"),
+]
+
+
+def assert_same_lines(got: Path, expected: Path, tolerance: float = 1e-10) -> None:
+    ours, theirs = metrics(got), metrics(expected)
+    assert [line["step"] for line in ours] == list(range(1, len(theirs) + 1))
+    for a, b in zip(ours, theirs, strict=True):
+        for key in EQUAL:
+            bound = tolerance * abs(b[key]) if key in ("loss", "grad_norm") else 0
+            assert abs(a[key] - b[key]) <= bound, f"step {b['step']}: {key} {a[key]} != {b[key]}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 steps of one process that nothing stopped."""
+    out = tmp_path_factory.mktemp("alone")
+    done = train(1, out, "--train.steps", "50")
+    assert done.code == 0, done.output
+    return out
+
+
+def test_a_three_dimensional_run_writes_the_lines_of_one_process(
+    alone: Path, tmp_path: Path
+) -> None:
+    done = train(8, tmp_path, *THREE_D, "--train.steps", "50")
+    assert done.code == 0, done.output
+    assert_same_lines(tmp_path, alone)
+
+
+def test_lines_that_differ_are_seen(alone: Path, tmp_path: Path) -> None:
+    done = train(1, tmp_path, "--train.steps", "50", "--train.seed", "7")
+    assert done.code == 0, done.output
+    with pytest.raises(AssertionError, match="step 1: loss"):
+        assert_same_lines(tmp_path, alone)
+
+
+def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
+    alone: Path, tmp_path: Path
+) -> None:
+    steps = ["--train.steps", "50", "--checkpoint.every", "10"]
+    first = train(4, tmp_path, *steps, *THREE_D[:4], "--run.stop_at", "10")
+    assert first.code == 0, first.output
+    assert len(metrics(tmp_path)) == 10
+    # The lines of steps after the checkpoint, as a killed run leaves them, must not stand twice.
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "loss": 0}\n{"step": 12, "lo')
+    second = train(4, tmp_path, *steps, "--parallel.pp", "4")
+    assert second.code == 0, second.output
+    assert "taking up" in second.output and "going on from" in second.output
+    assert_same_lines(tmp_path, alone)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step_00000040", "step_00000050"]
+
+
+def test_bf16_trains_evaluates_and_samples(tmp_path: Path) -> None:
+    flags = ["--train.dtype", "bf16", "--train.steps", "3", "--train.eval_every", "2"]
+    done = train(2, tmp_path, *flags, "--train.eval_batches", "1", "--parallel.pp", "2")
+    assert done.code == 0, done.output
+    assert done.output.count("held-out loss") == 2
+    assert "sampled from the model" in done.output
+    assert f"files of this run: {tmp_path}" in done.output
+
+
+BAD = {
+    "world": (["--parallel.tp", "3"], "parallel.tp", "4"),
+    "heads": (["--parallel.tp", "4", "--model.num_heads", "2"], "num_heads", "tp=4"),
+    "layers": (["--parallel.pp", "2", "--model.num_layers", "1"], "model.num_layers=1", "2 stages"),
+    "unknown": (["--parallel.tpp", "2"], "parallel.tpp", "parallel.tp"),
+    "nested": (["--train.lr", "0.1"], "train.lr", "optim.lr"),
+    "value": (["--train.steps", "many"], "train.steps", "many"),
+    "shards": (["--data.path", "/nowhere"], "data.path", "/nowhere"),
+    "tokenizer": (["--data.tokenizer", "/nowhere.model"], "data.tokenizer", "/nowhere.model"),
+    "apex": (["--optim.backend", "apex"], "optim.backend", "optim.backend=torch"),
+    "dropout": (["--model.dropout", "0.1"], "model.dropout", "not supported"),
+}
+
+
+@pytest.mark.parametrize("flags,field,words", BAD.values(), ids=BAD.keys())
+def test_a_bad_input_is_one_clear_error_and_nothing_is_written(
+    flags: list[str], field: str, words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    done = train(1, out, *flags, "--train.steps", "2", **env)
+    assert done.code == 2, done.output
+    assert field in done.output and words in done.output
+    assert "Traceback" not in done.output and len(done.output.splitlines()) <= 3
+    assert not out.exists()
+
+
+def test_under_torchrun_the_message_stands_once_among_the_last_lines(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = train(4, tmp_path / "run", "--parallel.tp", "3", "--train.steps", "2")
+    assert done.code != 0 and time.monotonic() - began < 30
+    message = "world size 4 is not tp=3"
+    assert done.output.count(message) == 1, done.output
+    assert message in done.last_lines()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_dir_that_holds_another_run_is_refused(alone: Path) -> None:
+    before = (alone / "metrics.jsonl").read_bytes()
+    done = train(1, alone, "--train.steps", "50", "--optim.lr", "0.5")
+    assert done.code == 2
+    assert "optim.lr was 0.002 and is 0.5" in done.output
+    assert (alone / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_foreign_apex_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "apex"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('velruse')")
+    flags = ["--optim.backend", "apex", "--train.steps", "1"]
+    done = train(1, tmp_path / "run", *flags, PYTHONPATH=str(tmp_path / "site"))
+    assert done.code == 2 and "not NVIDIA's" in done.output
+    done = train(1, tmp_path / "run", "--train.steps", "1", PYTHONPATH=str(tmp_path / "site"))
+    assert done.code == 0 and "AdamW (torch)" in done.output, done.output
+
+
+def processes_naming(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if text in command:
+                found.append(command)
+    return found
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_own_error_last(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = ["tests/launch/failing.py", *TINY, *SMALL, "--run.dir", str(out)]
+    flags = ["--train.steps", "1000", "--parallel.tp", "2", "--parallel.pp", "2"]
+    began = time.monotonic()
+    done = run(override([*launcher(4), *script], flags))
+    assert done.code != 0 and time.monotonic() - began < 60
+    assert "ZeroDivisionError: planted in rank 2" in done.last_lines(), done.output
+    assert not processes_naming(str(out))
+    assert len(metrics(out)) <= 2
+
+
+def test_a_clean_run_leaves_no_process_and_says_nothing_alarming(tmp_path: Path) -> None:
+    done = train(2, tmp_path / "run", "--train.steps", "2", "--parallel.tp", "2")
+    assert done.code == 0, done.output
+    for word in ("warn", "Traceback", "terminate", "leaked", "destroy"):
+        assert word not in done.output, done.output
+    assert not processes_naming(str(tmp_path / "run"))
+
+
+def test_help_is_readable_and_starts_nothing() -> None:
+    done = run([sys.executable, TRAIN, "--help"])
+    assert done.code == 0 and "--parallel.tp" in done.output
