@@ -14,7 +14,7 @@ from megalite.data_parallel.bucket import FlatParameters
 from megalite.data_parallel.reducer import GradReducer
 from megalite.grads import GradSink
 from megalite.mesh import Mesh
-from megalite.optim.adamw import AdamW
+from megalite.optim.adamw import AdamW, apex_state
 from megalite.optim.clip import StepTotals, step_totals
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
@@ -35,6 +35,10 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+
+
+# What gradients are summed and weights are updated in.
+SUM_DTYPES = {name: torch.promote_types(d, torch.float32) for name, d in DTYPES.items()}
 
 
 @dataclass
@@ -202,6 +206,7 @@ def describe(training: Training) -> str:
     first = flat.buckets[0]
     wide = str(first.grad.dtype).removeprefix("torch.")
     clip = cfg.optim.clip_grad_norm or "off"
+    apex = apex_state() if cfg.optim.backend == "auto" else "absent"
     stages = [
         f"stage {s} on pp {training.plan.rank_of[s]}: {_layers(layers)}"
         for s, layers in enumerate(layers_of(cfg, training.plan.num_stages))
@@ -213,7 +218,8 @@ def describe(training: Training) -> str:
         f"{cfg.train.micro_batch_size} x {cfg.model.seq_length} tokens a replica and step",
         f"model: {cfg.model.num_parameters():,} parameters, {flat.num_elements:,} on rank 0, in "
         f"{cfg.train.dtype}; gradients, master weights and moments in {wide}",
-        f"optimizer: AdamW ({training.optimizer.backend}), gradient norm clipped at {clip}",
+        f"optimizer: AdamW ({training.optimizer.backend}), gradient norm clipped at {clip}"
+        + ("" if apex in ("absent", "complete") else f"; not used: apex is {apex}"),
     ]
     return "\n".join(lines)
 

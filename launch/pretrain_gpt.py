@@ -17,7 +17,7 @@ from data.dataset import Mixture, TokenDataset, check_tokenizer
 from data.loader import EvalLoader, TokenLoader
 from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
-from launch.build import Training, build, describe
+from launch.build import SUM_DTYPES, Training, build, describe
 from launch.config import (
     Config,
     World,
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> None:
     try:
         cfg, world = load_config(argv), world_from_env()
         check(cfg, world.size)
-        choose_backend(cfg.optim.backend, local_device(world.local_rank))
+        device, dtype = local_device(world.local_rank), SUM_DTYPES[cfg.train.dtype]
+        choose_backend(cfg.optim.backend, device, dtype)
         ensure_prepared(cfg.data)
         train_data, held_out, tokenizer = open_data(cfg)
         cfg = resolve_vocab(cfg, tokenizer.vocab_size)

@@ -111,7 +111,7 @@ class Recorder:
         if not finite:
             raise FloatingPointError(
                 f"step {reading.step}: loss {loss} and gradient norm {norm} are not both finite; "
-                "the weights are those of the step before"
+                "nothing of it is saved"
             )
 
     def __enter__(self) -> Recorder:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megalite.slices import Piece, Slice, get_slice, pieces
 
 _SMALLEST, _LARGEST = 1 << 18, 1 << 23  # elements of a bucket
-# A fused update on the CPU takes what is left of whole vectors by another path, which rounds
-# otherwise: replicas that stand elsewhere in their buckets would drift apart.
-_VECTOR = 64
+# Buckets are filled up to whole vectors. A fused update on the CPU takes what is left of them by
+# another path, which rounds otherwise: replicas that stand elsewhere would drift apart.
+VECTOR = 64
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Bucket:
     def __post_init__(self) -> None:
         """Move the parameters into the flat buffer and point ``main_grad`` into the other."""
         first = self.params[0]
-        total = -(-sum(p.numel() for p in self.params) // _VECTOR) * _VECTOR
+        total = -(-sum(p.numel() for p in self.params) // VECTOR) * VECTOR
         self.weight = torch.zeros(total, dtype=first.dtype, device=first.device)
         sum_dtype = torch.promote_types(first.dtype, torch.float32)
         self.grad = torch.zeros(total, dtype=sum_dtype, device=first.device)

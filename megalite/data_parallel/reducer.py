@@ -61,7 +61,7 @@ class GradReducer:
 
     def finish(self) -> None:
         """Sum what had to wait, and wait for all; the gradients are then those of the batch."""
-        missing = [b for b in self.flat.buckets if b.late and b.waiting > 0]
+        missing = [b for b in self.flat.buckets if b.waiting > 0]
         assert not missing, f"no gradient for {_names(missing)}"
         if self._partial is not None:
             self.mesh.tp.all_reduce(self._partial).wait()

@@ -34,16 +34,18 @@ def apex_state() -> str:
     return "complete"
 
 
-def choose_backend(wanted: str, device: torch.device) -> str:
-    """``torch`` or ``apex`` for ``optim.backend``.
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """``torch`` or ``apex`` for ``optim.backend``, with weights updated in ``dtype``.
 
     Raises:
         ConfigError: apex is asked for and cannot serve.
     """
     state = apex_state() if wanted != "torch" else "absent"
-    usable = state == "complete" and device.type == "cuda"
+    usable = state == "complete" and device.type == "cuda" and dtype != torch.float64
     if wanted == "apex" and not usable:
-        why = f"apex is {state}" if state != "complete" else f"apex needs CUDA, not {device.type}"
+        why = f"apex is {state}"
+        if state == "complete":
+            why = f"apex needs CUDA and fp32, not {device.type} and {dtype}"
         raise ConfigError(
             "optim.backend",
             f"apex was asked for, but {why}",
@@ -88,7 +90,7 @@ class AdamW:
             for d in (True, False)
         ]
         device = flat.buckets[0].weight.device
-        self.backend = choose_backend(cfg.backend, device)
+        self.backend = choose_backend(cfg.backend, device, self.masters[0].dtype)
         self.inner = self._make([g for g in groups if g["params"]])
         self._copies = [
             (b.weight, m)
@@ -118,7 +120,8 @@ class AdamW:
     def step(self, lr: float, factor: Tensor, finite: Tensor) -> None:
         """Update the weights from the buckets' gradients times ``factor``.
 
-        Where ``finite`` is 0 nothing changes. Both are 0-d and stay on the device.
+        Where ``finite`` is 0 nothing changes (except with apex, which cannot skip; the run then
+        ends before anything is saved). Both are 0-d and stay on the device.
         """
         grads = [b.grad for b in self.flat.buckets]
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
@@ -148,3 +151,5 @@ class AdamW:
         """How many updates the moments have seen, for their bias correction."""
         for state in self.inner.state.values():
             state["step"].fill_(float(step))
+        for group in self.inner.param_groups:
+            group["step"] = step  # where apex counts

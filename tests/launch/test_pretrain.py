@@ -130,6 +130,7 @@ def test_a_foreign_apex_is_named(tmp_path: Path) -> None:
     assert done.code == 2 and "not NVIDIA's" in done.output
     done = train(1, tmp_path / "run", "--train.steps", "1", PYTHONPATH=str(tmp_path / "site"))
     assert done.code == 0 and "AdamW (torch)" in done.output, done.output
+    assert "not NVIDIA's" in done.output
 
 
 def processes_naming(text: str) -> list[str]:

@@ -26,7 +26,7 @@ NAMED = {"gpt3-1.3b": 1.3, "gpt3-6.7b": 6.7, "gpt3-13b": 13, "gpt3-175b": 175, "
 
 
 def preset(name: str, **changes: Any) -> GPTConfig:
-    return GPTConfig(**{**PRESETS[name], **changes})  # type: ignore[arg-type]
+    return GPTConfig(**{**PRESETS[name], **changes})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -68,7 +68,7 @@ MIXED = [
     GPTConfig(num_layers=2, hidden_size=24, num_heads=4, num_kv_heads=1, vocab_size=33),
     GPTConfig(num_layers=2, hidden_size=24, num_heads=4, ffn_hidden_size=20, vocab_size=33),
 ]
-LAYOUTS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}]
+LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The model on several ranks: replicas and ties stay equal, padding is unseen, messages counted."""
+"""The model: on several ranks its replicas and ties stay equal and its padding is unseen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from launch.build import Training, build, make_plan
+from launch.build import Training, build
 from launch.config import Config
 from megalite.mesh import Axis, Mesh, Transport
-from megalite.mesh_shape import MeshShape
 from megalite.parallel_config import mesh_shape
-from megalite.pipeline.p2p import Channels
 from megalite.slices import get_slice
 from megalite.tensor_parallel.cross_entropy import IGNORE
 from megalite.tensor_parallel.linear import Layout
 from model.config import GPTConfig
 from model.gpt import GPTStage, rope, rotate
-from tests.counting import CountingTransport
 from tests.grid import hold
 from tests.parity.faults import no_partial_sum, no_tie_sum
 from tests.parity.harness import (
@@ -62,12 +59,13 @@ class Case:
     steps: int
     copied: str  # a part of the names of what several ranks hold
     fault: Fault
-    dtype: str = "fp64"
+    dtype: Any = "fp64"
 
     @property
     def cfg(self) -> Config:
         train = replace(TRAIN, steps=self.steps, dtype=self.dtype, global_batch_size=4)
-        return config(self.model, train=train, **self.layout)
+        model = replace(self.model, num_layers=max(2, self.layout.get("pp", 1)))
+        return config(model, train=train, **self.layout)
 
 
 SHARED_KV = replace(LLAMA, num_heads=8, num_kv_heads=2)
@@ -151,7 +149,11 @@ def test_copies_stay_bit_equal_and_are_those_of_one_process(
     bound = 1e-10 if case.dtype == "fp64" else 1e-3
     for rank in ranks:
         assert rank.losses == pytest.approx(alone.losses, rel=bound)
-    size, where = worst(assemble(rank.owned for rank in ranks), assemble([alone.owned]))
+    got, expected = assemble(rank.owned for rank in ranks), assemble([alone.owned])
+    for unmoved in [n for n in expected if n.endswith("attention.k.bias")]:
+        # It shifts all scores of a query alike: its gradient is rounding, which Adam scales up.
+        assert float((got.pop(unmoved) - expected.pop(unmoved)).abs().max()) < 1e-3
+    size, where = worst(got, expected)
     assert size < bound, f"{where} differs by {size:.1e}"
 
 
@@ -179,9 +181,10 @@ def padding_of(training: Training) -> list[tuple[Tensor, Tensor]]:
 
 def with_padding(transport: Transport) -> list[dict[str, Any]]:
     found = []
+    train = replace(TRAIN, global_batch_size=2)
     for model in (GPT2, LLAMA):
         for layout in ({"tp": 4}, {"tp": 4, **SP}, {"tp": 2, "pp": 2}):
-            cfg = config(model, **layout)
+            cfg = config(replace(model, num_layers=2), train=train, **layout)
             mesh = Mesh.create(mesh_shape(cfg.parallel, 4), transport)
             training = build(cfg, mesh)
             runs = []
@@ -210,206 +213,6 @@ def test_padded_rows_change_nothing_and_get_no_gradient() -> None:
             assert case["same"] and case["zero"]
     # 65 tokens on 4 ranks are 3 rows of padding; the untied model has two such matrices.
     assert [sum(rank[n]["rows"] for rank in ranks) for n in (0, 3)] == [3, 6]
-
-
-# --- how many messages -------------------------------------------------------------------------
-
-
-@dataclass
-class Counts:
-    """Operations of one step, by axis; the number of buckets; those summed late over dp."""
-
-    tp: Counter[str]
-    dp: Counter[str]
-    tie: Counter[str]
-    world: Counter[str]
-    buckets: int
-
-
-def count(transport: Transport, cfgs: list[Config]) -> list[Counts]:
-    found = []
-    for cfg in cfgs:
-        counting = CountingTransport(transport)
-        mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), counting)
-        training = build(cfg, mesh)
-        batch = batch_of(cfg, 0, mesh.dp.index, mesh.dp.size)
-        training.step(batch, 1e-3)
-        counting.reset()
-        training.step(batch, 1e-3)
-        axes = {}
-        for name in ("tp", "dp", "tie", "world"):
-            axis = getattr(mesh, name)
-            records = counting.select(ranks=axis.ranks) if axis.size > 1 else []
-            axes[name] = Counter(r.op for r in records if r.op not in ("send", "recv"))
-        found.append(Counts(**axes, buckets=len(training.flat.buckets)))
-        mesh.close()
-    return found
-
-
-def counted(model: GPTConfig, layers: int, m: int, dp: int, **layout: Any) -> Config:
-    train = replace(TRAIN, global_batch_size=m * dp, micro_batch_size=1)
-    return config(replace(model, num_layers=layers), train=train, **layout)
-
-
-MODELS = {"gpt2": GPT2, "llama": LLAMA}
-COUNTED = [
-    (model, cut, layers, m)
-    for model in MODELS
-    for cut in (False, True)
-    for layers, m in ((1, 1), (3, 1), (3, 2))
-]
-
-
-@pytest.fixture(scope="module")
-def counts() -> dict[tuple[str, bool, int, int], list[Counts]]:
-    """Of tp 2 x dp 2."""
-    cfgs = [
-        counted(MODELS[model], layers, m, 2, tp=2, sequence_parallel=cut)
-        for model, cut, layers, m in COUNTED
-    ]
-    ranks = run_ranks(4, count, cfgs)
-    return {key: [rank[n] for rank in ranks] for n, key in enumerate(COUNTED)}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_block_and_microbatch_costs_two_and_two_all_reduces(
-    model: str, counts: dict[tuple[str, bool, int, int], list[Counts]]
-) -> None:
-    for one, three in zip(counts[model, False, 1, 1], counts[model, False, 3, 1], strict=True):
-        per_block = {op: (n - one.tp[op]) / 2 for op, n in three.tp.items()}
-        assert per_block == {"all_reduce": 4}
-        # Besides: the embedding, the input gradient of the head, and two of the cross-entropy.
-        assert one.tp == {"all_reduce": 4 + 1 + 1 + 2}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_with_a_cut_sequence_it_costs_gathers_and_reduce_scatters(
-    model: str, counts: dict[tuple[str, bool, int, int], list[Counts]]
-) -> None:
-    for one, three in zip(counts[model, True, 1, 1], counts[model, True, 3, 1], strict=True):
-        per_block = {op: (n - one.tp[op]) / 2 for op, n in three.tp.items()}
-        # Two of the gathers are those of the inputs, once more for their weight gradients.
-        assert per_block == {"all_gather": 4 + 2, "reduce_scatter": 4, "all_reduce": 0}
-        # Besides: the embedding forward and back; the head's input, again for its weight, and
-        # its gradient; two of the cross-entropy; and one for all partial gradients.
-        assert one.tp == {"all_gather": 6 + 1 + 2, "reduce_scatter": 4 + 1 + 1, "all_reduce": 3}
-
-
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-def test_what_a_step_costs_once_does_not_grow_with_microbatches(
-    model: str, cut: bool, counts: dict[tuple[str, bool, int, int], list[Counts]]
-) -> None:
-    for one, two in zip(counts[model, cut, 3, 1], counts[model, cut, 3, 2], strict=True):
-        for step in (one, two):
-            assert step.world == {"all_reduce": 1}
-            assert step.dp == {"all_reduce": step.buckets}
-            assert step.buckets < 6
-        once = 1 if cut else 0  # the sum of partial gradients
-        assert two.tp["all_reduce"] - once == 2 * (one.tp["all_reduce"] - once)
-        assert two.tp["all_gather"] == 2 * one.tp["all_gather"]
-
-
-def test_a_tie_over_two_ranks_costs_one_sum_and_only_where_there_is_one() -> None:
-    untied = replace(GPT2, tied_embeddings=False)
-    cfgs = [counted(model, 4, 3, 1, pp=2, tp=2) for model in (GPT2, untied)]
-    for tied, loose in run_ranks(4, count, cfgs):
-        assert tied.tie == {"all_reduce": 1}
-        assert loose.tie == {}
-        assert tied.world == loose.world == {"all_reduce": 1}
-        assert tied.dp == loose.dp == {}
-
-
-def test_shared_key_value_heads_cost_one_sum_a_step() -> None:
-    cfgs = [counted(LLAMA, 2, m, 1, tp=4) for m in (1, 3)]
-    for one, three in run_ranks(4, count, cfgs):
-        assert one.tp == {"all_reduce": 2 * 4 + 4 + 1}
-        assert three.tp == {"all_reduce": 3 * (2 * 4 + 4) + 1}
-
-
-# --- two models in one job ---------------------------------------------------------------------
-
-PIPED = config(GPT2, pp=2)
-CUT = config(LLAMA, train=replace(TRAIN, seed=99), tp=2, sequence_parallel=True)
-Result = tuple[list[float], list[Part]]
-
-
-def outcome(training: Training, steps: range) -> Result:
-    cfg, dp = training.cfg, training.mesh.dp
-    losses = [
-        float(training.step(batch_of(cfg, s, dp.index, dp.size), cfg.optim.lr).loss) for s in steps
-    ]
-    owned = parts([*training.flat.weight_pieces(), *grads_of(training)])
-    return losses, owned if dp.index == 0 else []
-
-
-def grads_of(training: Training) -> Iterable[Any]:
-    return [replace(p, name=f"grad of {p.name}") for p in training.flat.grad_pieces()]
-
-
-def apart(transport: Transport) -> Result:
-    """PIPED on ranks 0 and 1, CUT on ranks 2 and 3."""
-    first = Mesh.create(MeshShape(pp=2), transport)
-    second = Mesh.create(MeshShape(tp=2), transport, first_rank=2)
-    if transport.rank < 2:
-        result = outcome(build(PIPED, first), range(3))
-    else:
-        Channels(first, make_plan(PIPED, 1))  # its groups are made by all ranks of the job
-        result = outcome(build(CUT, second), range(3))
-    for mesh in (first, second):
-        mesh.close()
-    return result
-
-
-def only(transport: Transport, cfg: Config) -> Result:
-    mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
-    result = outcome(build(cfg, mesh), range(3))
-    mesh.close()
-    return result
-
-
-def same(a: Result, b: Result) -> bool:
-    return a[0] == b[0] and all(
-        x[:3] == y[:3] and torch.equal(x[3], y[3]) for x, y in zip(a[1], b[1], strict=True)
-    )
-
-
-def test_two_models_on_ranks_of_their_own_train_as_if_alone() -> None:
-    together = run_ranks(4, apart)
-    piped, cut = run_ranks(2, only, PIPED), run_ranks(2, only, CUT)
-    for got, expected in zip(together, [*piped, *cut], strict=True):
-        assert len(got[1]) > 20
-        assert same(got, expected)
-    assert not same((together[0][0], []), (together[2][0], []))
-
-
-def in_turn(transport: Transport) -> dict[str, list[Result]]:
-    """Two layouts over the same ranks, a step of one and then of the other."""
-    cfgs = {
-        "a": config(GPT2, tp=2, pp=2),
-        "b": replace(CUT, parallel=replace(CUT.parallel, rank_order="pp,tp,dp")),
-    }
-    meshes = {n: Mesh.create(mesh_shape(c.parallel, 4), transport) for n, c in cfgs.items()}
-    trainings = {n: build(c, meshes[n]) for n, c in cfgs.items()}
-    found: dict[str, list[Result]] = {n: [] for n in cfgs}
-    for step in range(3):
-        for name, training in trainings.items():
-            found[name].append(outcome(training, range(step, step + 1)))
-    for mesh in meshes.values():
-        mesh.close()
-    return found
-
-
-def test_two_models_on_the_same_ranks_do_not_meet() -> None:
-    ranks = run_ranks(4, in_turn)
-    for name, cfg in (("a", config(GPT2)), ("b", replace(CUT, parallel=config().parallel))):
-        losses, owned = outcome(build(cfg, Mesh.single()), range(3))
-        got = assemble(rank[name][-1][1] for rank in ranks)
-        size, where = worst(got, assemble([owned]))
-        assert size < 1e-10, f"{where} differs by {size:.1e}"
-        for rank in ranks:
-            steps = [loss for result in rank[name] for loss in result[0]]
-            assert steps == pytest.approx(losses, rel=1e-12)
 
 
 # --- the model itself --------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def textbook(
     return theta
 
 
-def flat_of(dtype: str) -> FlatParameters:
+def flat_of(dtype: Any) -> FlatParameters:
     return hold(config(GPT2, train=replace(TRAIN, dtype=dtype)), 1)[0].flat
 
 
@@ -150,7 +150,7 @@ def trained(cfg: Config) -> Training:
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing(dtype: str, bad: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(dtype: Any, bad: float) -> None:
     cfg = config(LLAMA, train=replace(TRAIN, dtype=dtype))
     training, twin = trained(cfg), trained(cfg)
     before = state_of(training)
@@ -193,10 +193,11 @@ def test_clipping_changes_the_weights_only_where_the_norm_is_above_the_bound() -
 
 
 def test_the_state_has_a_name_for_everything() -> None:
-    for dtype, kinds in (
+    expected: list[tuple[Any, list[str]]] = [
         ("bf16", ["master", "exp_avg", "exp_avg_sq"]),
         ("fp32", ["exp_avg", "exp_avg_sq"]),
-    ):
+    ]
+    for dtype, kinds in expected:
         training = build(config(GPT2, train=replace(TRAIN, dtype=dtype)), Mesh.single())
         weights = {p.name for p in training.flat.weight_pieces()}
         got = [p.name for p in training.optimizer.pieces()]

@@ -65,6 +65,7 @@ def test_the_state_of_what_is_installed_is_told(installed: str) -> None:
 def test_auto_takes_only_a_complete_apex_and_only_on_a_gpu(installed: str) -> None:
     assert choose_backend("torch", GPU) == "torch"
     assert choose_backend("auto", CPU) == "torch"
+    assert choose_backend("auto", GPU, torch.float64) == "torch"
     assert choose_backend("auto", GPU) == ("apex" if installed == "complete" else "torch")
 
 

@@ -71,7 +71,8 @@ def test_the_squared_norm_of_ones_is_the_number_of_elements(
 
 
 def test_untying_adds_the_vocabulary_once() -> None:
-    for layout in ({}, {"pp": 2}, {"tp": 2}):
+    layouts: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}]
+    for layout in layouts:
         world_size = math.prod(layout.values())
         norms = []
         for model in (GPT2, UNTIED):
@@ -108,6 +109,21 @@ def test_every_rank_learns_the_same_totals_and_each_counts_once(layout: dict[str
         assert loss == sum(30.0 + i for i in range(dp)) / tokens
         # The norm is of the mean's gradient: the sum's, divided by the tokens.
         assert (norm * tokens) ** 2 == pytest.approx(model.num_parameters(), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_norm_of_a_large_bucket_is_exact_enough_to_compare_layouts(dtype: Any) -> None:
+    wide = replace(GPT2, num_layers=1, hidden_size=512, ffn_hidden_size=4096, vocab_size=64)
+    (alone,) = hold(config(wide, train=replace(TRAIN, dtype=dtype)), 1)
+    largest = max(alone.flat.buckets, key=lambda b: b.grad.numel())
+    assert largest.grad.numel() >= 1 << 21
+    draw = torch.Generator().manual_seed(0)
+    for bucket in alone.flat.buckets:
+        bucket.grad.copy_(torch.rand(bucket.grad.shape, generator=draw) * 1e-3)
+    exact = sum(float(b.grad.double().square().sum()) for b in alone.flat.buckets)
+    assert float(square_sum(alone.flat)) == pytest.approx(exact, rel=1e-8)
+    at_once = float(largest.grad.norm().double().square())
+    assert at_once != pytest.approx(float(largest.grad.double().square().sum()), rel=1e-5)
 
 
 def totals_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ SMALL = replace(GPT2, num_layers=2)
 SLOW = OptimConfig(lr=1e-4, lr_schedule="constant", weight_decay=0.0)
 
 
-def in_dtype(dtype: str, **train: int) -> Config:
+def in_dtype(dtype: Any, **train: Any) -> Config:
     cfg = config(SMALL, train=replace(TRAIN, dtype=dtype, **train))
     return replace(cfg, optim=SLOW)
 

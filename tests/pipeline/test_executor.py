@@ -61,7 +61,7 @@ def count_outputs(training: Training, kept: Kept) -> None:
         kept.most_outputs = max(kept.most_outputs, sum(not ref.expired() for ref in made))
         return out
 
-    first.forward = watched  # type: ignore[method-assign]
+    first.forward = watched  # type: ignore[assignment, method-assign]
 
 
 def keep(transport: Transport, layouts: list[tuple[dict[str, Any], int]]) -> list[Kept]:
@@ -111,8 +111,8 @@ def test_later_steps_and_evaluations_need_no_further_memory(kept: list[list[Kept
         for layout in rank:
             assert layout.buffers[0] > 0
             assert len(set(layout.buffers)) == 1, layout
-            assert len(set(layout.num_bytes[1:3])) == 1, layout
-            assert layout.num_bytes[3] <= layout.num_bytes[2] + 64, layout
+            # Numbers of a step may come and go; a message is 4 KiB.
+            assert max(layout.num_bytes[1:]) <= layout.num_bytes[0] + 256, layout
             assert layout.live == [0] * 4
             assert len(set(layout.groups)) == 1, "groups are made by steps"
 
@@ -134,7 +134,7 @@ def test_buffers_and_outputs_are_as_many_as_are_in_flight_and_not_as_microbatche
 ZB = plan_of(
     (0, 1),
     3,
-    "0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2",
+    "0F0 0F1 0I0 0F2 0I1 0I2 0W0 0W1 0W2",
     "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
 )
 V_SHAPE = plan_of(
@@ -148,8 +148,8 @@ V_SHAPE = plan_of(
 def gradients(cfg: Config, mesh: Mesh) -> tuple[float, list[Any]]:
     training = build(cfg, mesh)
     batch = batch_of(cfg, 0, mesh.dp.index, mesh.dp.size)
-    for _ in range(2):  # the second must not see the first
-        totals = training.gradients(batch)
+    training.gradients(batch)
+    totals = training.gradients(batch)  # and sees nothing of the first
     owned = parts(training.flat.grad_pieces()) if mesh.dp.index == 0 else []
     return float(totals.loss), owned
 
@@ -160,7 +160,8 @@ def by_hand(
     found = []
     for cfg, plan in cases:
         mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
-        build_module.make_plan = lambda cfg, dp, plan=plan: plan  # this process ends with the body
+        # This process ends with the body.
+        build_module.make_plan = lambda *_, plan=plan: plan
         found.append(gradients(cfg, mesh))
         mesh.close()
     return found

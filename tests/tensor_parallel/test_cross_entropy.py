@@ -77,10 +77,11 @@ def in_bf16(tp: Axis) -> tuple[torch.dtype, torch.dtype, float]:
 
 
 Measured = dict[tuple[int, str], Differences]
+Narrow = dict[int, tuple[torch.dtype, torch.dtype, float]]
 
 
-def measure(transport: Transport | None) -> tuple[Measured, dict[int, tuple[object, ...]]]:
-    found, narrow = Measured(), {}
+def measure(transport: Transport | None) -> tuple[Measured, Narrow]:
+    found, narrow = Measured(), Narrow()
     made = meshes(transport)
     for mesh in made:
         for name in TARGETS:
@@ -101,12 +102,12 @@ def measure(transport: Transport | None) -> tuple[Measured, dict[int, tuple[obje
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[tuple[Measured, dict[int, tuple[object, ...]]]]:
+def measured() -> list[tuple[Measured, Narrow]]:
     return [measure(None), *run_ranks(4, measure)]
 
 
 def test_loss_and_gradient_are_those_of_the_dense_formula(
-    measured: list[tuple[Measured, dict[int, tuple[object, ...]]]],
+    measured: list[tuple[Measured, Narrow]],
 ) -> None:
     seen = {}
     for found, _ in measured:
@@ -120,13 +121,13 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(
 
 
 def test_bf16_logits_have_fp32_losses_and_bf16_gradients(
-    measured: list[tuple[Measured, dict[int, tuple[object, ...]]]],
+    measured: list[tuple[Measured, Narrow]],
 ) -> None:
     for _, narrow in measured:
         for dtype, grad_dtype, off in narrow.values():
             assert dtype is torch.float32
             assert grad_dtype is torch.bfloat16
-            assert isinstance(off, float) and off < 1e-6
+            assert off < 1e-6
 
 
 def test_an_ignored_token_has_no_loss_and_no_gradient() -> None:
