@@ -100,7 +100,7 @@ def test_an_unknown_preset_is_told_the_nearest() -> None:
         (["--data.path", "0:a"], "data.path"),
         (["--data.path", "2:"], "data.path"),
         (["--optim.lr", "-1", "--optim.min_lr", "-2"], "optim.lr"),
-        (["--optim.lr", "1e-5"], "optim.min_lr"),
+        (["--optim.lr", "1e-6"], "optim.min_lr"),
         (["--optim.warmup_steps", "-1"], "optim.warmup_steps"),
         (["--optim.betas", "0.9", "1"], "optim.betas"),
         (["--optim.eps", "0"], "optim.eps"),
@@ -192,7 +192,7 @@ def test_a_run_is_taken_up_in_another_layout_and_nothing_else(tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         check_same_run(other, saved)
     text = str(caught.value)
-    assert "optim.lr was 0.002 and is 1.0, train.global_batch_size was 32 and is 7" in text
+    assert "optim.lr was 0.002 and is 1.0, train.global_batch_size was 8 and is 7" in text
     assert "parallel.tp" not in text and "run.stop_at" not in text
 
 

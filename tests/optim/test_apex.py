@@ -72,7 +72,7 @@ def test_auto_takes_only_a_complete_apex_and_only_on_a_gpu(installed: str) -> No
 def test_apex_that_was_asked_for_and_cannot_serve_is_an_error(installed: str) -> None:
     if installed == "complete":
         assert choose_backend("apex", GPU) == "apex"
-        with pytest.raises(ConfigError, match="needs CUDA, not cpu"):
+        with pytest.raises(ConfigError, match="needs CUDA and fp32, not cpu"):
             choose_backend("apex", CPU)
         return
     for device in (CPU, GPU):

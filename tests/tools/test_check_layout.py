@@ -28,7 +28,7 @@ def test_a_legal_layout_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp groups: (0 1) (2 3) (4 5) (6 7)" in text
     assert "pp groups: (0 4) (1 5) (2 6) (3 7)" in text
     assert "dp groups: (0 2) (1 3) (4 6) (5 7)" in text
-    assert "32 sequences, 4 microbatches of 4 on each of 2 replicas, 0 rows missing" in text
+    assert "8 sequences, 1 microbatches of 4 on each of 2 replicas, 0 rows missing" in text
 
 
 def test_a_large_world_is_not_listed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
