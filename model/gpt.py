@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
@@ -34,8 +35,8 @@ from model.config import GPTConfig
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864) of (s, b, h, k), pairs (i, i + k/2)."""
+def rotate(x: Float[Tensor, "s b h k"], rotation: Rotation) -> Float[Tensor, "s b h k"]:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), pairs (i, i + k/2)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -68,7 +69,9 @@ class Attention(nn.Module):
             layout, f"{name}.out", d, d, bias=cfg.bias, std=residual_std(cfg)
         )
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "s b d"], rotation: Rotation | None
+    ) -> Float[Tensor, "s b d"]:
         q, k, v = (rearrange(t, "s b (h k) -> s b h k", k=self.head_dim) for t in self.qkv(x))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -100,7 +103,7 @@ class Mlp(nn.Module):
             std=residual_std(cfg),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "s b d"]) -> Float[Tensor, "s b d"]:
         if self.gated:
             gate, up = self.up(x)
             hidden = silu(gate) * up
@@ -132,7 +135,9 @@ class Block(nn.Module):
         self.mlp_norm = Norm(layout, f"{name}.mlp_norm", *norm)
         self.mlp = Mlp(cfg, layout, f"{name}.mlp")
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "s b d"], rotation: Rotation | None
+    ) -> Float[Tensor, "s b d"]:
         y: Tensor = x + self.attention(self.attention_norm(x), rotation)
         z: Tensor = y + self.mlp(self.mlp_norm(y))
         return z

@@ -9,15 +9,18 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, ScheduleError
 from megalite.schedule.action import Plan
+from megalite.schedule.costs import Costs, MemoryLimit
 from megalite.schedule.generators import build_schedule
 from megalite.schedule.lower import lower
 from megalite.schedule.render import render_text, to_csv
-from megalite.schedule.simulate import simulate
+from megalite.schedule.simulate import Timeline, simulate_step
+from megalite.schedule.svg import render_svg
 from megalite.schedule.validate import validate
 
 
@@ -28,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     args = _Parser(prog="show_schedule.py", description=__doc__)
-    args.add_argument("--schedule", required=True, help="name, e.g. 1f1b")
+    args.add_argument("--schedule", required=True, help="name, e.g. 1f1b, or file:PATH")
     args.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     args.add_argument("--microbatches", type=int, required=True)
     args.add_argument("--virtual-stages", type=int, default=1, help="stages a rank")
@@ -39,7 +42,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="F,I,W[,COMM]",
         help="time of a rank's whole share of a microbatch, and of one message (default 1,1,1,0)",
     )
-    args.add_argument("--format", choices=("text", "json", "csv"), default="text")
+    args.add_argument(
+        "--memory",
+        type=memory,
+        default=MemoryLimit(),
+        metavar="UNITS[,OPEN_W]",
+        help="for auto: the most microbatches in flight on a rank, and what a microbatch between "
+        "I and W counts of one (default: no limit, 1)",
+    )
+    args.add_argument("--format", choices=("text", "json", "csv", "svg"), default="text")
     args.add_argument("--messages", action="store_true", help="show the messages as well")
     return args
 
@@ -52,12 +63,16 @@ def costs(text: str) -> tuple[float, float, float, float]:
     return forward, input_grad, weight, comm[0] if comm else 0.0
 
 
-def describe(plan: Plan, shown: Plan, times: tuple[float, float, float, float]) -> dict[str, Any]:
+def memory(text: str) -> MemoryLimit:
+    units, *open_w = (float(part) for part in text.split(","))
+    if len(open_w) > 1:
+        raise ValueError(text)
+    return MemoryLimit(units, *open_w)
+
+
+def describe(plan: Plan, shown: Plan, timeline: Timeline, ideal: float) -> dict[str, Any]:
     """The figures of a lowered plan; ``shown`` is the plan whose actions are listed."""
     report = validate(plan)
-    share = [1 / len(plan.stages_of(rank)) for rank in plan.rank_of]
-    forward, input_grad, weight = ([t * part for part in share] for t in times[:3])
-    timeline = simulate(plan, forward, input_grad, weight, times[3])
     return {
         "schedule": plan.name,
         "pp": plan.pp,
@@ -65,7 +80,7 @@ def describe(plan: Plan, shown: Plan, times: tuple[float, float, float, float]) 
         "num_microbatches": plan.num_microbatches,
         "actions": [[str(a) for a in actions] for actions in shown.actions],
         "makespan": timeline.makespan,
-        "ideal": plan.num_microbatches * sum(times[:3]),
+        "ideal": ideal,
         "bubble_fraction": timeline.bubble_fraction,
         "span_bubble_fraction": timeline.span_bubble_fraction,
         "peak_in_flight": list(report.peak_in_flight),
@@ -73,37 +88,53 @@ def describe(plan: Plan, shown: Plan, times: tuple[float, float, float, float]) 
     }
 
 
-def summary(facts: dict[str, Any]) -> str:
+def headings(facts: dict[str, Any]) -> tuple[str, str, str, str]:
     def numbers(values: Sequence[float]) -> str:
         return ", ".join(f"{v:g}" for v in values)
 
     return (
-        f"# {facts['schedule']}: {facts['pp']} ranks, {facts['num_stages']} stages, "
-        f"{facts['num_microbatches']} microbatches\n"
-        f"# makespan {facts['makespan']:g} (ideal {facts['ideal']:g}), "
-        f"bubble {facts['bubble_fraction']:.2%}, span bubble {facts['span_bubble_fraction']:.2%}\n"
-        f"# microbatches in flight at most, by rank: {numbers(facts['peak_in_flight'])}\n"
-        f"# weight gradients put off at most, by rank: {numbers(facts['peak_open_w'])}"
+        f"{facts['schedule']}: {facts['pp']} ranks, {facts['num_stages']} stages, "
+        f"{facts['num_microbatches']} microbatches",
+        f"makespan {facts['makespan']:g} (ideal {facts['ideal']:g}), "
+        f"bubble {facts['bubble_fraction']:.2%}, span bubble {facts['span_bubble_fraction']:.2%}",
+        f"microbatches in flight at most, by rank: {numbers(facts['peak_in_flight'])}",
+        f"weight gradients put off at most, by rank: {numbers(facts['peak_open_w'])}",
     )
+
+
+def show(args: argparse.Namespace) -> str:
+    times = Costs.equal(args.pp, args.virtual_stages, *args.costs)
+    plan = build_schedule(
+        args.schedule, args.pp, args.microbatches, args.virtual_stages, times, args.memory
+    )
+    lowered = lower(plan)
+    shown = lowered if args.messages else plan
+    timeline = simulate_step(lowered, times)
+    facts = describe(lowered, shown, timeline, args.microbatches * sum(args.costs[:3]))
+    title, figures, *others = headings(facts)
+    match args.format:
+        case "json":
+            return json.dumps(facts)
+        case "csv":
+            return to_csv(shown).rstrip("\n")
+        case "svg":
+            return render_svg(timeline, title, f"{figures}; {others[0]}").rstrip("\n")
+        case _:
+            comments = "\n".join(f"# {line}" for line in (title, figures, *others))
+            return f"{comments}\n{render_text(shown)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        plan = build_schedule(args.schedule, args.pp, args.microbatches, args.virtual_stages)
-    except ConfigError as error:
+        text = show(args)
+    except (ConfigError, ScheduleError) as error:
         print(f"show_schedule.py: {error}", file=sys.stderr)
         return 2
-    lowered = lower(plan)
-    shown = lowered if args.messages else plan
-    facts = describe(lowered, shown, args.costs)
-    match args.format:
-        case "json":
-            print(json.dumps(facts))
-        case "csv":
-            print(to_csv(shown), end="")
-        case _:
-            print(f"{summary(facts)}\n{render_text(shown)}")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

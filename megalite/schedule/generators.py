@@ -3,93 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
 from megalite.errors import ConfigError
+from megalite.schedule import zero_bubble
 from megalite.schedule.action import Action, Op, Plan
+from megalite.schedule.classic import (
+    RankActions,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+)
+from megalite.schedule.costs import Costs, MemoryLimit
+from megalite.schedule.files import load_plan
+from megalite.schedule.lower import FORWARD_QUEUE
 from megalite.schedule.placement import Placement, place_stages
+from megalite.schedule.search import search
 
-RankActions = list[Action]
-FORWARD_QUEUE = 2  # outputs of a stage that may wait for the next one in a forward-only plan
-
-
-def naive(rank: int, pp: int, num_microbatches: int) -> RankActions:
-    """One microbatch through the whole pipeline and back, then the next."""
-    return _alternate(rank, pp, 1, [range(num_microbatches)], warmup=0)
+Rank = Callable[[int, int, int], RankActions]  # (rank, pp, microbatches) -> its computations
+Ranks = Callable[[int, int], Sequence[Sequence[Action]]]  # (pp, microbatches) -> all of them
 
 
-def one_f_one_b(rank: int, pp: int, num_microbatches: int) -> RankActions:
-    """1F1B: at most ``pp - rank`` microbatches are in flight on ``rank``.
+@dataclass(frozen=True)
+class Request:
+    """What a schedule is asked for; costs and memory matter to ``auto`` alone."""
 
-    Source: Narayanan et al. 2019 (PipeDream), section 3.2, with a flush each step
-    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
-    """
-    return _alternate(rank, pp, 1, [range(num_microbatches)], warmup=pp - rank - 1)
-
-
-def looped_bfs(rank: int, pp: int, num_microbatches: int, virtual_stages: int) -> RankActions:
-    """Every microbatch through a chunk before the next chunk; GPipe where there is one chunk.
-
-    Source: Lamy-Poirier 2023 (arXiv:2211.05953); Huang et al. 2019 (GPipe, arXiv:1811.06965).
-    """
-    everything = num_microbatches * virtual_stages
-    return _alternate(rank, pp, virtual_stages, [range(num_microbatches)], warmup=everything)
-
-
-def interleaved_one_f_one_b(
-    rank: int, pp: int, num_microbatches: int, virtual_stages: int
-) -> RankActions:
-    """1F1B over several chunks a rank: ``pp`` microbatches through a chunk, then the next chunk.
-
-    A number of microbatches that ``pp`` does not divide makes the *first* group longer: it
-    lengthens the warm-up and costs memory but no time, whereas a short last group dead-locks.
-
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
-    """
-    if virtual_stages == 1:
-        return one_f_one_b(rank, pp, num_microbatches)
-    first = min(num_microbatches, pp + num_microbatches % pp)
-    starts = range(first, num_microbatches, pp)
-    groups = [range(first), *(range(start, start + pp) for start in starts)]
-    warmup = 2 * (pp - rank - 1) + (virtual_stages - 1) * first
-    return _alternate(rank, pp, virtual_stages, groups, warmup)
-
-
-def _alternate(
-    rank: int, pp: int, virtual_stages: int, groups: Sequence[range], warmup: int
-) -> RankActions:
-    """``warmup`` forwards, then a forward and a backward in turn, then the other backwards.
-
-    Each group of microbatches goes through the rank's chunks in order, and back in reverse.
-    """
-    stages = range(rank, pp * virtual_stages, pp)
-    forward = [Action(Op.FORWARD, s, m) for group in groups for s in stages for m in group]
-    backward = [
-        Action(Op.BACKWARD, s, m) for group in groups for s in reversed(stages) for m in group
-    ]
-    warmup = min(warmup, len(forward))
-    steady = len(forward) - warmup
-    pairs = zip(forward[warmup:], backward[:steady], strict=True)
-    return forward[:warmup] + [a for pair in pairs for a in pair] + backward[steady:]
+    pp: int
+    num_microbatches: int
+    virtual_stages: int
+    costs: Costs
+    memory: MemoryLimit
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a schedule is made and what it asks for.
+    """How a schedule is made, and how many stages a rank may have."""
 
-    Attributes:
-        make: (pp, num_microbatches, virtual_stages) -> every rank's compute actions.
-        placement: where its stages lie.
-        chunks: how many stages a rank may have.
-        split_backward: whether it has I and W in place of B.
-    """
-
-    make: Callable[[int, int, int], Iterable[RankActions]]
-    placement: Placement = "loop"
+    make: Callable[[Request], Plan]
     chunks: Literal["one", "two", "any"] = "one"
-    split_backward: bool = False
 
     def allows(self, virtual_stages: int) -> bool:
         return virtual_stages >= 1 if self.chunks == "any" else virtual_stages == self.fewest
@@ -99,38 +53,97 @@ class Schedule:
         return 2 if self.chunks == "two" else 1
 
 
+def _plan(r: Request, placement: Placement, ranks: Iterable[Sequence[Action]]) -> Plan:
+    rank_of = place_stages(placement, r.pp, r.virtual_stages)
+    return Plan("", r.num_microbatches, rank_of, tuple(map(tuple, ranks)))
+
+
+def _one_chunk(make: Rank) -> Schedule:
+    return Schedule(
+        lambda r: _plan(r, "loop", (make(i, r.pp, r.num_microbatches) for i in range(r.pp)))
+    )
+
+
+def _two_chunks(make: Ranks) -> Schedule:
+    return Schedule(lambda r: _plan(r, "v", make(r.pp, r.num_microbatches)), "two")
+
+
+def _any_chunks(make: Callable[[int, int, int, int], RankActions]) -> Schedule:
+    def plan(r: Request) -> Plan:
+        return _plan(
+            r,
+            "loop",
+            (make(i, r.pp, r.num_microbatches, r.virtual_stages) for i in range(r.pp)),
+        )
+
+    return Schedule(plan, "any")
+
+
+def _auto(r: Request) -> Plan:
+    named = [
+        schedule.make(r)
+        for name, schedule in SCHEDULES.items()
+        if name != "auto" and schedule.allows(r.virtual_stages)
+    ]
+    return search(r.pp, r.num_microbatches, r.virtual_stages, r.costs, r.memory, named)
+
+
 SCHEDULES: dict[str, Schedule] = {
-    "naive": Schedule(lambda pp, m, v: (naive(r, pp, m) for r in range(pp))),
-    "gpipe": Schedule(lambda pp, m, v: (looped_bfs(r, pp, m, 1) for r in range(pp))),
-    "1f1b": Schedule(lambda pp, m, v: (one_f_one_b(r, pp, m) for r in range(pp))),
-    "interleaved_1f1b": Schedule(
-        lambda pp, m, v: (interleaved_one_f_one_b(r, pp, m, v) for r in range(pp)), chunks="any"
+    "naive": _one_chunk(naive),
+    "gpipe": _one_chunk(lambda rank, pp, m: looped_bfs(rank, pp, m, 1)),
+    "1f1b": _one_chunk(one_f_one_b),
+    "interleaved_1f1b": _any_chunks(interleaved_one_f_one_b),
+    "looped_bfs": _any_chunks(looped_bfs),
+    "zb_h1": _one_chunk(lambda rank, pp, m: zero_bubble.zb_h(rank, pp, m, 1)),
+    "zb_h2": _one_chunk(lambda rank, pp, m: zero_bubble.zb_h(rank, pp, m, 2)),
+    "zb_v": _two_chunks(zero_bubble.zb_v),
+    "v_half": _two_chunks(zero_bubble.v_half),
+    "v_min": _two_chunks(zero_bubble.v_min),
+    "dualpipe_v": _two_chunks(
+        lambda pp, m: [zero_bubble.dualpipe_v(rank, pp, m) for rank in range(pp)]
     ),
-    "looped_bfs": Schedule(
-        lambda pp, m, v: (looped_bfs(r, pp, m, v) for r in range(pp)), chunks="any"
-    ),
+    "auto": Schedule(_auto, "any"),
 }
+FILE = "file:"
 
 
 def find_schedule(name: str) -> Schedule:
-    """The registered schedule.
+    """The schedule of that name, or ``file:PATH``, which is not read before it is made.
 
     Raises:
         ConfigError: for an unknown name.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
+    if name.startswith(FILE):
+        path = name.removeprefix(FILE)
+        return Schedule(
+            lambda r: load_plan(path, r.pp, r.num_microbatches, r.virtual_stages), "any"
+        )
     close = get_close_matches(name, SCHEDULES, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
-    known = ", ".join(SCHEDULES)
+    known = f"{', '.join(SCHEDULES)}, {FILE}PATH"
     raise ConfigError("parallel.schedule", f"unknown schedule {name!r}", f"{hint}Known: {known}")
 
 
-def build_schedule(name: str, pp: int, num_microbatches: int, virtual_stages: int = 1) -> Plan:
+def build_schedule(
+    name: str,
+    pp: int,
+    num_microbatches: int,
+    virtual_stages: int = 1,
+    costs: Costs | None = None,
+    memory: MemoryLimit | None = None,
+) -> Plan:
     """The compute actions of every rank; any number of microbatches from 1 on.
 
+    Args:
+        costs: what ``auto`` plans for; without it all stages and F, I, W cost the same and
+            messages nothing.
+        memory: what ``auto`` may hold; without it anything.
     Raises:
-        ConfigError: for an unknown name, or a number that the schedule cannot have.
+        ConfigError: for an unknown name, a number that the schedule cannot have, or a file that
+            does not fit.
+        ScheduleError: for a file that is no schedule.
     """
     schedule = find_schedule(name)
     if pp < 1:
@@ -152,9 +165,14 @@ def build_schedule(name: str, pp: int, num_microbatches: int, virtual_stages: in
             f"{name} has {need[schedule.chunks]} a rank, got virtual_stages={virtual_stages}",
             f"Use virtual_stages={schedule.fewest}{_others(virtual_stages)}",
         )
-    ranks = schedule.make(pp, num_microbatches, virtual_stages)
-    rank_of = place_stages(schedule.placement, pp, virtual_stages)
-    return Plan(name, num_microbatches, rank_of, tuple(tuple(actions) for actions in ranks))
+    request = Request(
+        pp,
+        num_microbatches,
+        virtual_stages,
+        costs or Costs.equal(pp, virtual_stages),
+        memory or MemoryLimit(),
+    )
+    return replace(schedule.make(request), name=name)
 
 
 def _others(virtual_stages: int) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megalite.schedule.action import Action, Op, Plan
-from megalite.schedule.generators import FORWARD_QUEUE
-from megalite.schedule.validate import check_compute
+from megalite.schedule.validate import ROOM, check_compute
+
+FORWARD_QUEUE = 2  # outputs of a stage that may wait for the next one in a forward-only plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _add_receives(messages: _Messages, before: _Extra, after: _Extra) -> None:
         taken = sorted(place)
         # How many receives must be posted by the time that the n-th message taken is needed.
         needed = list(accumulate((place[t] + 1 for t in taken), max))
-        room = max(2, *(count - n for n, count in enumerate(needed)))
+        room = max(ROOM, *(count - n for n, count in enumerate(needed)))
         before[channel.receiver][0] += posts[: needed[0]]
         posted = needed[0]
         for n, (position, target) in enumerate(zip(taken, needed[1:], strict=False)):

@@ -85,7 +85,7 @@ def _plan(rows: Sequence[Sequence[str]], name: str) -> Plan:
             if rank_of.setdefault(a.stage, rank) != rank:
                 other = rank_of[a.stage]
                 raise ScheduleError(f"{a} stands on rank {rank}, but rank {other} has its stage")
-    if not rank_of or sorted(rank_of) != list(range(max(rank_of) + 1)):
+    if not rank_of or sorted(rank_of) != list(range(len(rank_of))):
         raise ScheduleError(f"stages must be numbered from 0 without a gap, got {sorted(rank_of)}")
     microbatches = max(a.microbatch for found in actions for a in found) + 1
     return Plan(name, microbatches, tuple(rank_of[s] for s in sorted(rank_of)), tuple(actions))

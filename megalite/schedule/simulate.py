@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import COMPUTE, Action, Op, Plan
+from megalite.schedule.costs import Costs
 from megalite.schedule.render import render_text
 
 _NEVER = -1.0
@@ -23,6 +25,7 @@ class Timeline:
     start: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
 
+    @cached_property
     def _spans(self) -> list[tuple[float, float, float]]:
         """A rank's first start, last end and time spent, of computations only."""
         found = []
@@ -33,26 +36,41 @@ class Timeline:
         return found
 
     @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank computes."""
+        return tuple(busy for _, _, busy in self._spans)
+
+    @cached_property
     def makespan(self) -> float:
-        return max(last for _, last, _ in self._spans())
+        """The end of the last computation or reduction."""
+        reductions = (
+            end[i]
+            for actions, end in zip(self.plan.actions, self.end, strict=True)
+            for i, a in enumerate(actions)
+            if a.op is Op.REDUCE
+        )
+        return max(*(last for _, last, _ in self._spans), *reductions, 0.0)
 
     @property
     def bubble_fraction(self) -> float:
         """1 - busy / makespan, over all ranks."""
-        spans = self._spans()
-        whole = len(spans) * max(last for _, last, _ in spans)
-        return 1 - sum(busy for _, _, busy in spans) / whole if whole else 0.0
+        whole = len(self._spans) * self.makespan
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def longest_span(self) -> float:
+        """The longest time of a rank from its first start to its last end."""
+        return max(last - first for first, last, _ in self._spans)
 
     @property
     def span_bubble_fraction(self) -> float:
-        """(longest span - largest busy) / longest span, a span being a rank's first start to its
-        last end: what consecutive steps could reach if nothing global stood between them.
+        """(longest span - largest busy) / longest span: what consecutive steps could reach if
+        nothing global stood between them.
 
         Source: Qi et al. 2023 (arXiv:2401.10241), bubble rate.
         """
-        spans = self._spans()
-        longest = max(last - first for first, last, _ in spans)
-        return (longest - max(busy for _, _, busy in spans)) / longest if longest else 0.0
+        longest = self.longest_span
+        return (longest - max(self.busy)) / longest if longest else 0.0
 
 
 def simulate(
@@ -62,21 +80,25 @@ def simulate(
     weight_s: Sequence[float],
     comm_s: float = 0.0,
 ) -> Timeline:
+    """``simulate_step`` for the times of the stages' F, I and W and of a message."""
+    return simulate_step(plan, Costs(tuple(forward_s), tuple(input_s), tuple(weight_s), comm_s))
+
+
+def simulate_step(plan: Plan, costs: Costs) -> Timeline:
     """Runs a lowered plan whose messages pair up (see ``validate``) in simulated time.
 
-    Posting takes no time and never blocks. A message travels for ``comm_s`` once both its ends
-    are posted and the one before it on its channel (sender, receiver, kind) has arrived; this
-    costs no computing time. F, B and I wait for their message, a WAIT for its send. Reductions
-    take no time.
+    Posting takes no time and never blocks. A message travels for ``costs.comm`` once both its
+    ends are posted and the one before it on its channel (sender, receiver, kind) has arrived; this
+    costs no computing time. F, B and I wait for their message, a WAIT for its send. The reductions
+    of a rank follow one another, beside its computations unless ``reduce_overlaps`` is off.
 
-    Args:
-        forward_s, input_s, weight_s: seconds of F, I and W of each stage; B takes I + W.
     Raises:
         ScheduleError: for a dead-lock, saying who waits for what.
+        ValueError: if the costs are of another number of stages.
     """
-    if len({plan.num_stages, len(forward_s), len(input_s), len(weight_s)}) != 1:
+    if costs.num_stages != plan.num_stages:
         raise ValueError(f"times must be given for each of the {plan.num_stages} stages")
-    return _Run(plan, forward_s, input_s, weight_s, comm_s).run()
+    return _Run(plan, costs).run()
 
 
 class _Run:
@@ -87,21 +109,8 @@ class _Run:
     own rank is the list's.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        forward_s: Sequence[float],
-        input_s: Sequence[float],
-        weight_s: Sequence[float],
-        comm_s: float,
-    ) -> None:
-        self.plan, self.comm_s = plan, comm_s
-        self.cost = {
-            Op.FORWARD: forward_s,
-            Op.BACKWARD: [i + w for i, w in zip(input_s, weight_s, strict=True)],
-            Op.INPUT_GRAD: input_s,
-            Op.WEIGHT_GRAD: weight_s,
-        }
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.plan, self.costs = plan, costs
         self.num_microbatches, self.rank_of = plan.num_microbatches, plan.rank_of
         self.gradients = plan.num_stages * plan.num_microbatches  # number of the first one
         self.posted = [_NEVER] * (2 * self.gradients)  # when the first of the two ends was
@@ -112,14 +121,11 @@ class _Run:
                     start = first + stage * plan.num_microbatches
                     for message in range(start, start + plan.num_microbatches):
                         self.arrived[message] = 0.0
-        # From an action's own number to that of the message that it waits for or posts.
-        to_next, to_previous = self.num_microbatches, self.gradients - self.num_microbatches
-        self.needs = {Op.FORWARD: 0, Op.BACKWARD: self.gradients, Op.INPUT_GRAD: self.gradients}
-        self.needs |= {Op.WAIT_F: to_next, Op.WAIT_B: to_previous}
-        self.posts = {Op.RECV_F: 0, Op.RECV_B: self.gradients}
-        self.posts |= {Op.SEND_F: to_next, Op.SEND_B: to_previous}
+        self.effects = self._effects()
         self.waiting: dict[int, list[int]] = {}  # message -> ranks that stand before it
         self.free: dict[tuple[int, int, bool], float] = {}  # channel -> arrival of its last message
+        self.now = [0.0] * plan.pp
+        self.reduced = [0.0] * plan.pp  # end of a rank's last reduction
         self.start: list[list[float]] = [[] for _ in plan.actions]
         self.end: list[list[float]] = [[] for _ in plan.actions]
         self.runnable = list(range(plan.pp))
@@ -132,33 +138,58 @@ class _Run:
             raise ScheduleError(self._deadlock(stuck))
         return Timeline(self.plan, tuple(map(tuple, self.start)), tuple(map(tuple, self.end)))
 
+    def _effects(self) -> dict[Op, tuple[int, int, Sequence[float]]]:
+        """For each op: from an action's own number to that of the message that it waits for, and
+        to that of the one it posts (-1: none), and what it costs on each stage."""
+        costs, m, gradients = self.costs, self.num_microbatches, self.gradients
+        whole = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
+        nothing = [0.0] * costs.num_stages
+        return {
+            Op.FORWARD: (0, -1, costs.forward),
+            Op.BACKWARD: (gradients, -1, whole),
+            Op.INPUT_GRAD: (gradients, -1, costs.input_grad),
+            Op.WEIGHT_GRAD: (-1, -1, costs.weight_grad),
+            Op.RECV_F: (-1, 0, nothing),
+            Op.RECV_B: (-1, gradients, nothing),
+            Op.SEND_F: (-1, m, nothing),
+            Op.SEND_B: (-1, gradients - m, nothing),
+            Op.WAIT_F: (m, -1, nothing),
+            Op.WAIT_B: (gradients - m, -1, nothing),
+            Op.REDUCE: (-1, -1, costs.reduce or nothing),
+        }
+
     def _advance(self, rank: int) -> None:
         """Runs a rank until its list ends or a message is missing."""
         actions, starts, ends = self.plan[rank], self.start[rank], self.end[rank]
-        now = ends[-1] if ends else 0.0
+        now, m, effects, arrived = self.now[rank], self.num_microbatches, self.effects, self.arrived
         for step in range(len(ends), len(actions)):
             a = actions[step]
-            needs, posts, cost = self._effect(a)
+            needs, posts, cost = effects[a.op]
             if needs >= 0:
-                if self.arrived[needs] == _NEVER:
+                needs += a.stage * m + a.microbatch
+                arrival = arrived[needs]
+                if arrival == _NEVER:
                     self.waiting.setdefault(needs, []).append(rank)
-                    return
-                now = max(now, self.arrived[needs])
+                    break
+                if arrival > now:
+                    now = arrival
             elif posts >= 0:
-                self._post(posts, now)
+                self._post(posts + a.stage * m + a.microbatch, now)
+            if a.op is Op.REDUCE:
+                now = self._reduce(rank, now, cost[a.stage])
+                continue
             starts.append(now)
-            now += cost
+            now += cost[a.stage]
             ends.append(now)
+        self.now[rank] = now
 
-    def _effect(self, a: Action) -> tuple[int, int, float]:
-        """The message that an action waits for, the one that it posts (-1: none), its cost."""
-        at = a.stage * self.num_microbatches + a.microbatch
-        needs, posts = self.needs.get(a.op), self.posts.get(a.op)
-        return (
-            -1 if needs is None else at + needs,
-            -1 if posts is None else at + posts,
-            self.cost[a.op][a.stage] if a.op in self.cost else 0.0,
-        )
+    def _reduce(self, rank: int, now: float, cost: float) -> float:
+        """A reduction follows the one before it; the time at which the rank goes on."""
+        start = max(now, self.reduced[rank])
+        self.reduced[rank] = start + cost
+        self.start[rank].append(start)
+        self.end[rank].append(start + cost)
+        return now if self.costs.reduce_overlaps else start + cost
 
     def _post(self, message: int, now: float) -> None:
         """The second of a message's two ends to be posted sets it going."""
@@ -170,7 +201,7 @@ class _Run:
         source = to + 1 if gradient else to - 1
         channel = (self.rank_of[source], self.rank_of[to], bool(gradient))
         begin = max(now, self.posted[message], self.free.get(channel, 0.0))
-        self.free[channel] = self.arrived[message] = begin + self.comm_s
+        self.free[channel] = self.arrived[message] = begin + self.costs.comm
         self.runnable.extend(self.waiting.pop(message, ()))
 
     def _deadlock(self, stuck: Sequence[int]) -> str:
@@ -193,9 +224,13 @@ class _Run:
     def _waits_for(self, rank: int, step: int) -> tuple[int, Action]:
         """The rank and the post that the action at ``step`` waits for."""
         a = self.plan[rank][step]
-        message = self._effect(a)[0]
+        message = self.effects[a.op][0] + self._number(a)
         for peer, actions in enumerate(self.plan.actions):
             for other in actions[len(self.end[peer]) :]:
-                if peer != rank and self._effect(other)[1] == message:
+                posts = self.effects[other.op][1]
+                if peer != rank and posts >= 0 and posts + self._number(other) == message:
                     return peer, other
         raise ScheduleError(f"rank {rank}, step {step}: {a} waits for a message nobody posts")
+
+    def _number(self, a: Action) -> int:
+        return a.stage * self.num_microbatches + a.microbatch

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import NoReturn
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import COMPUTE, Action, Op, Plan
+from megalite.schedule.costs import Costs
+from megalite.schedule.peaks import RECEIVES, Report, make_report
 from megalite.schedule.render import render_text
-from megalite.schedule.simulate import simulate
+from megalite.schedule.simulate import simulate_step
 
-_TASKS = {Op.FORWARD: "F", Op.BACKWARD: "IW", Op.INPUT_GRAD: "I", Op.WEIGHT_GRAD: "W"}
+# The parts of a microbatch's work on a stage, as bits; B is both I and W.
+_PARTS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+_BITS = {Op.FORWARD: 1, Op.INPUT_GRAD: 2, Op.WEIGHT_GRAD: 4, Op.BACKWARD: 6}
 # What belongs to a computation that takes or makes a message, and which way the message goes.
 _MESSAGE_OPS = {
     Op.FORWARD: (Op.RECV_F, Op.SEND_F, Op.WAIT_F, 1),
     Op.BACKWARD: (Op.RECV_B, Op.SEND_B, Op.WAIT_B, -1),
     Op.INPUT_GRAD: (Op.RECV_B, Op.SEND_B, Op.WAIT_B, -1),
 }
+ROOM = 2  # receives of a channel: one that is being taken, one that fills
 _MESSAGE_PARTS = frozenset(Op) - COMPUTE - {Op.REDUCE}
 
 _Steps = dict[Op, dict[tuple[int, int], int]]  # where a rank's (stage, microbatch) of an op stands
-
-
-@dataclass(frozen=True)
-class Report:
-    """What each rank holds at most, counted along its list.
-
-    Attributes:
-        peak_chunks: activations from F to the end of B (or W): one a chunk and microbatch.
-        peak_in_flight: the same in whole-rank units (divided by the rank's number of chunks).
-        peak_open_w: weight gradients put off between I and W, in whole-rank units.
-        peak_receives: for each channel (sending rank, "F" or "B"), receives posted and not taken.
-        peak_unsent: sends posted and not yet waited for.
-    """
-
-    peak_chunks: tuple[int, ...]
-    peak_in_flight: tuple[float, ...]
-    peak_open_w: tuple[float, ...]
-    peak_receives: tuple[Mapping[tuple[int, str], int], ...]
-    peak_unsent: tuple[int, ...]
 
 
 def validate(plan: Plan) -> Report:
@@ -49,8 +34,9 @@ def validate(plan: Plan) -> Report:
     Checked: each F once and, unless the plan is forward-only, each B (or I and W) once, on the
     right rank, after what it needs; each message between ranks has one receive before it is
     taken, one send after it is made and one wait after the send; receives of a channel are posted
-    in the order of its sends; one REDUCE a stage, after its last gradient; no dead-lock where
-    posts never block and everything else waits for both ends of its message.
+    in the order of its sends, and no more than two before one is taken, unless they are taken in
+    another order; one REDUCE a stage, after its last gradient; no dead-lock where posts never
+    block and everything else waits for both ends of its message.
 
     On a GPU, channels are communicators that run at once: the proof assumes that their kernels
     can be resident together.
@@ -64,22 +50,11 @@ def validate(plan: Plan) -> Report:
         _check_messages(plan, rank, steps)
         _check_reductions(plan, rank, steps)
     _check_channels(plan)
-    nothing = [0.0] * plan.num_stages
-    simulate(plan, nothing, nothing, nothing)
-    return _report(plan)
-
-
-def _report(plan: Plan) -> Report:
-    forward_only = plan.forward_only
-    peaks = [_peaks(plan, rank, forward_only) for rank in range(plan.pp)]
-    chunks = [max(1, len(plan.stages_of(rank))) for rank in range(plan.pp)]
-    return Report(
-        tuple(peak["chunks"] for peak in peaks),
-        tuple(peak["chunks"] / n for peak, n in zip(peaks, chunks, strict=True)),
-        tuple(peak["open_w"] / n for peak, n in zip(peaks, chunks, strict=True)),
-        tuple({k: n for k, n in peak.items() if isinstance(k, tuple)} for peak in peaks),
-        tuple(peak["unsent"] for peak in peaks),
-    )
+    nothing = (0.0,) * plan.num_stages
+    simulate_step(plan, Costs(nothing, nothing, nothing))
+    report = make_report(plan)
+    _check_buffers(plan, report)
+    return report
 
 
 def check_compute(plan: Plan) -> None:
@@ -91,50 +66,64 @@ def check_compute(plan: Plan) -> None:
     """
     if any(not 0 <= rank < plan.pp for rank in plan.rank_of):
         raise ScheduleError(f"stages lie on ranks {plan.rank_of}, but there are {plan.pp} lists")
-    wanted = "F" if plan.forward_only else "FIW"
+    wanted = _BITS[Op.FORWARD] if plan.forward_only else sum(_BITS[op] for op in _PARTS)
+    m = plan.num_microbatches
+    done = bytearray(plan.num_stages * m)  # the parts of (stage, microbatch), as bits
     for rank, actions in enumerate(plan.actions):
-        done: dict[tuple[str, int, int], int] = {}
+        needs = {(op, s): _needs(plan, op, s) for op in COMPUTE for s in plan.stages_of(rank)}
         for step, a in enumerate(actions):
-            _check_place(plan, rank, step)
-            for task in _TASKS[a.op]:
-                if (earlier := done.get((task, a.stage, a.microbatch))) is not None:
-                    _fail(plan, rank, step, f"{a} repeats {actions[earlier]} of step {earlier}")
-            for task, stage in _needs(plan, a):
-                if (task, stage, a.microbatch) not in done:
-                    name = "B" if task == "I" and a.op is Op.BACKWARD else task
-                    _fail(plan, rank, step, f"{a} needs {stage}{name}{a.microbatch} first")
-            for task in _TASKS[a.op]:
-                done[task, a.stage, a.microbatch] = step
+            found = needs.get((a.op, a.stage))
+            if found is None or not 0 <= a.microbatch < m:
+                _fail_place(plan, rank, step)
+            bits, at = _BITS[a.op], a.stage * m + a.microbatch
+            if done[at] & bits:
+                _fail_repeat(plan, rank, step)
+            for offset, bit, op in found:
+                if not done[at + offset * m] & bit:
+                    stage = a.stage + offset
+                    _fail(plan, rank, step, f"{a} needs {Action(op, stage, a.microbatch)} first")
+            done[at] |= bits
         for stage in plan.stages_of(rank):
-            for m in range(plan.num_microbatches):
-                missing = "".join(task for task in wanted if (task, stage, m) not in done)
-                if missing:
-                    name = missing.replace("IW", "B")[0]
-                    _fail(plan, rank, None, f"{stage}{name}{m} is missing")
+            for microbatch in range(m):
+                if missing := wanted & ~done[stage * m + microbatch]:
+                    whole = missing & _BITS[Op.BACKWARD] == _BITS[Op.BACKWARD]
+                    op = next(op for op in _PARTS if missing & _BITS[op])
+                    op = Op.BACKWARD if whole and op is not Op.FORWARD else op
+                    _fail(plan, rank, None, f"{Action(op, stage, microbatch)} is missing")
 
 
-def _check_place(plan: Plan, rank: int, step: int) -> None:
+def _needs(plan: Plan, op: Op, stage: int) -> list[tuple[int, int, Op]]:
+    """What the same rank must have done for this microbatch: stage after this one, bit, name."""
+    rank, last = plan.rank_of[stage], plan.num_stages - 1
+    match op:
+        case Op.FORWARD:
+            local = stage > 0 and plan.rank_of[stage - 1] == rank
+            return [(-1, _BITS[Op.FORWARD], Op.FORWARD)] if local else []
+        case Op.WEIGHT_GRAD:
+            return [(0, _BITS[Op.INPUT_GRAD], Op.INPUT_GRAD)]
+        case _:
+            local = stage < last and plan.rank_of[stage + 1] == rank
+            after = [(1, _BITS[Op.INPUT_GRAD], op)] if local else []
+            return [(0, _BITS[Op.FORWARD], Op.FORWARD), *after]
+
+
+def _fail_place(plan: Plan, rank: int, step: int) -> NoReturn:
     a = plan[rank][step]
     if a.op not in COMPUTE:
         _fail(plan, rank, step, f"{a} is not a computation")
     if not (0 <= a.stage < plan.num_stages and 0 <= a.microbatch < plan.num_microbatches):
         shape = f"{plan.num_stages} stages and {plan.num_microbatches} microbatches"
         _fail(plan, rank, step, f"{a} does not exist among {shape}")
-    if plan.rank_of[a.stage] != rank:
-        _fail(plan, rank, step, f"{a} belongs to rank {plan.rank_of[a.stage]}")
+    _fail(plan, rank, step, f"{a} belongs to rank {plan.rank_of[a.stage]}")
 
 
-def _needs(plan: Plan, a: Action) -> list[tuple[str, int]]:
-    """The tasks (kind, stage) that the same rank must have done for this microbatch."""
-    rank, last = plan.rank_of[a.stage], plan.num_stages - 1
-    match a.op:
-        case Op.FORWARD:
-            return [("F", a.stage - 1)] if a.stage and plan.rank_of[a.stage - 1] == rank else []
-        case Op.WEIGHT_GRAD:
-            return [("I", a.stage)]
-        case _:
-            local = a.stage < last and plan.rank_of[a.stage + 1] == rank
-            return [("F", a.stage), *([("I", a.stage + 1)] if local else [])]
+def _fail_repeat(plan: Plan, rank: int, step: int) -> NoReturn:
+    a = plan[rank][step]
+    key = a.stage, a.microbatch
+    for earlier, b in enumerate(plan[rank][:step]):
+        if (b.stage, b.microbatch) == key and _BITS[a.op] & _BITS[b.op]:
+            _fail(plan, rank, step, f"{a} repeats {b} of step {earlier}")
+    raise AssertionError("it was done before")
 
 
 def _steps(plan: Plan, rank: int) -> _Steps:
@@ -174,9 +163,14 @@ def _fail_part(plan: Plan, rank: int, steps: _Steps, part: Op, step: int) -> NoR
     a = plan[rank][step]
     found = Action(part, a.stage, a.microbatch)
     at = steps[part].get((a.stage, a.microbatch))
+    receives = part in (Op.RECV_F, Op.RECV_B)
     if at is None:
-        _fail(plan, rank, step, f"{a} needs {found}, which is missing")
-    if part in (Op.RECV_F, Op.RECV_B):
+        problem = f"{a} needs {found}, which is missing"
+        if receives and not any(b.op is part and b.stage == a.stage for b in plan[rank]):
+            source = plan.rank_of[a.stage + (-1 if part is Op.RECV_F else 1)]
+            problem += f": the channel from rank {source} has no receive buffer for its stage"
+        _fail(plan, rank, step, problem)
+    if receives:
         _fail(plan, rank, step, f"{a} needs {found} first")
     _fail(plan, rank, at, f"{found} needs {a} first")
 
@@ -197,7 +191,8 @@ def _fail_needless(plan: Plan, rank: int) -> NoReturn:
 
 
 def _check_reductions(plan: Plan, rank: int, steps: _Steps) -> None:
-    last = {a.stage: step for step, a in enumerate(plan[rank]) if "W" in _TASKS.get(a.op, "")}
+    whole = (Op.BACKWARD, Op.WEIGHT_GRAD)
+    last = {a.stage: step for step, a in enumerate(plan[rank]) if a.op in whole}
     reduced = {stage: step for (stage, _), step in steps[Op.REDUCE].items()}
     for stage, step in reduced.items():
         name = Action(Op.REDUCE, stage)
@@ -237,47 +232,31 @@ def _check_channels(plan: Plan) -> None:
                 _fail(plan, rank, step, f"{problem}, which is {send}")
 
 
-_Held = str | tuple[int, str]  # "chunks", "open_w", "unsent", or a channel of receives
-_CHANGES: dict[Op, tuple[tuple[_Held, int], ...]] = {
-    Op.FORWARD: (("chunks", 1),),
-    Op.BACKWARD: (("chunks", -1),),
-    Op.INPUT_GRAD: (("open_w", 1),),
-    Op.WEIGHT_GRAD: (("chunks", -1), ("open_w", -1)),
-    Op.SEND_F: (("unsent", 1),),
-    Op.SEND_B: (("unsent", 1),),
-    Op.WAIT_F: (("unsent", -1),),
-    Op.WAIT_B: (("unsent", -1),),
-    Op.RECV_F: (),
-    Op.RECV_B: (),
-    Op.REDUCE: (),
-}
-# Which neighbour a message comes from, its kind, and whether it is posted or taken.
-_RECEIVES = {
-    Op.RECV_F: (-1, "F", 1),
-    Op.RECV_B: (1, "B", 1),
-    Op.FORWARD: (-1, "F", -1),
-    Op.BACKWARD: (1, "B", -1),
-    Op.INPUT_GRAD: (1, "B", -1),
-}
+def _check_buffers(plan: Plan, report: Report) -> None:
+    """Receive buffers are bounded by the number of channels, not of microbatches: ROOM each. A
+    channel whose messages are taken in another order than they are sent needs those in between."""
+    for rank, peaks in enumerate(report.peak_receives):
+        for (source, kind), peak in peaks.items():
+            if peak > ROOM:
+                _check_channel_buffers(plan, rank, source, kind)
 
 
-def _peaks(plan: Plan, rank: int, forward_only: bool) -> dict[_Held, int]:
-    """The most of everything that a rank holds along its list."""
-    held: defaultdict[_Held, int] = defaultdict(int)
-    peak: defaultdict[_Held, int] = defaultdict(int)
-    for a in plan[rank]:
-        changes: Iterable[tuple[_Held, int]] = _CHANGES[a.op]
-        if a.op in _RECEIVES:
-            way, kind, change = _RECEIVES[a.op]
-            if (source := plan.peer(a.stage, a.stage + way)) is not None:
-                changes = ((source, kind), change), *changes
-        for what, change in changes:
-            held[what] += change
-            if held[what] > peak[what]:
-                peak[what] = held[what]
-        if forward_only and a.op is Op.FORWARD:
-            held["chunks"] -= 1
-    return peak
+def _check_channel_buffers(plan: Plan, rank: int, source: int, kind: str) -> None:
+    events = []
+    for step, a in enumerate(plan[rank]):
+        way, its_kind, change = RECEIVES.get(a.op, (0, "", 0))
+        if its_kind == kind and plan.peer(a.stage, a.stage + way) == source:
+            events.append((step, a, change))
+    posts = [(a.stage, a.microbatch) for _, a, change in events if change > 0]
+    turn = {key: nth for nth, key in enumerate(posts)}
+    taken = accumulate((turn[a.stage, a.microbatch] for _, a, c in events if c < 0), max)
+    enough = max(ROOM, *(newest + 1 - nth for nth, newest in enumerate(taken)))
+    held = 0
+    for step, a, change in events:
+        held += change
+        if held > enough:
+            problem = f"{a} makes {held} receives of the channel from rank {source} at once"
+            _fail(plan, rank, step, f"{problem}, where {enough} suffice")
 
 
 def _fail(plan: Plan, rank: int, step: int | None, problem: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd import Function
 
@@ -51,8 +52,11 @@ class _CrossEntropy(Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, tp: Axis, valid: int | None = None
-) -> Tensor:
+    logits: Float[Tensor, "*tokens v_local"],
+    targets: Int64[Tensor, "*tokens"],
+    tp: Axis,
+    valid: int | None = None,
+) -> Float[Tensor, "*tokens"]:
     """Per-token cross-entropy from logits whose vocabulary is split over ``tp``.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -62,7 +63,9 @@ class _Lookup(Function):
         return None, None, None
 
 
-def vocab_parallel_embedding(tokens: Tensor, layout: Layout, weight: Tensor) -> Tensor:
+def vocab_parallel_embedding(
+    tokens: Int64[Tensor, "s b"], layout: Layout, weight: Float[Tensor, "v_local d"]
+) -> Float[Tensor, "s_out b d"]:
     """Rows of a vocabulary-parallel matrix.
 
     Args:
@@ -85,7 +88,7 @@ class LearnedPositions(nn.Module):
         shape = (seq_length, d)
         self.weight = layout.sink.watch(layout.replicated(name, shape, ("normal", std)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "s b d"]) -> Float[Tensor, "s b d"]:
         """Add its position's vector to each of (s, b, d); s may be cut."""
         first = self.layout.tp.index * x.shape[0] if self.layout.cut_sequence else 0
         return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
@@ -103,7 +106,7 @@ class Norm(nn.Module):
         if kind == "layernorm":
             self.bias = watch(layout.replicated(f"{name}.bias", (d,), ("constant", 0.0)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
         if self.bias is None:
             return nn.functional.rms_norm(x, self.shape, self.weight, self.eps)
         return nn.functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

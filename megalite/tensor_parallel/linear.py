@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -243,7 +244,7 @@ class ColumnParallelLinear(nn.Module):
             if bias:
                 self.biases.append(set_slice(layout.empty(cut.rows), cut.bias(full, d_out)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Float[Tensor, "s_in b d_in"]) -> tuple[Float[Tensor, "s b _"], ...]:
         """(s, b, d_in), or (s/tp, b, d_in) where the sequence is cut, to (s, b, d_out/tp) each."""
         params = (*self.weights, *self.biases)
         return _Column.apply(x, self.layout, self.biased, *params)  # type: ignore[no-any-return]
@@ -269,7 +270,7 @@ class RowParallelLinear(nn.Module):
         self.weight = set_slice(layout.empty(d_out, columns), piece)
         self.bias = layout.replicated(f"{name}.bias", (d_out,), ("constant", 0.0)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "s b d_local"]) -> Float[Tensor, "s_out b d_out"]:
         """(s, b, d_in/tp) to (s, b, d_out), or (s/tp, b, d_out) where the sequence is cut."""
         y: Tensor = _Row.apply(x, self.layout, self.weight)
         if self.bias is None:
@@ -277,7 +278,9 @@ class RowParallelLinear(nn.Module):
         return _AddBias.apply(y, self.layout, self.bias)  # type: ignore[no-any-return]
 
 
-def vocab_logits(x: Tensor, layout: Layout, weight: Tensor) -> Tensor:
+def vocab_logits(
+    x: Float[Tensor, "s_in b d"], layout: Layout, weight: Float[Tensor, "v_local d"]
+) -> Float[Tensor, "s b v_local"]:
     """(s, b, d) hidden states to (s, b, v/tp) logits, with the sequence gathered where cut."""
     assert get_slice(weight).shape[-1] == x.shape[-1]
     (logits,) = _Column.apply(x, layout, False, weight)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from launch.build import Training, build
 from launch.config import Config
+from megalite.grads import GradSink
 from megalite.mesh import Axis, Mesh, Transport
 from megalite.parallel_config import mesh_shape
 from megalite.slices import get_slice
@@ -243,7 +244,7 @@ def test_the_loss_is_that_of_the_logits_and_a_token_sees_only_the_past(model: GP
 
 
 def test_a_rotated_query_and_key_meet_by_their_distance() -> None:
-    layout = Layout(Axis("tp"), False, torch.float64, torch.device("cpu"), None)  # type: ignore[arg-type]
+    layout = Layout(Axis("tp"), False, torch.float64, torch.device("cpu"), GradSink())
     model = replace(LLAMA, hidden_size=64)
     rotation = rope(model, 12, layout)
     draw = torch.Generator().manual_seed(0)

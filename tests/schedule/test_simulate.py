@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from megalite.schedule.action import Action
+from megalite.schedule.costs import Costs
 from megalite.schedule.generators import build_schedule
 from megalite.schedule.lower import lower
 from megalite.schedule.render import parse_text
-from megalite.schedule.simulate import Timeline, simulate
+from megalite.schedule.simulate import Timeline, simulate, simulate_step
 
 
 def when(timeline: Timeline, name: str) -> tuple[float, float]:
@@ -48,6 +52,40 @@ def test_messages_of_a_channel_follow_one_another() -> None:
 def test_a_slow_receiver_holds_no_sender_up() -> None:
     timeline = simulate(lower(build_schedule("gpipe", 2, 8)), [1, 100], [0, 0], [0, 0])
     assert when(timeline, "0F7") == (7, 8)
+
+
+def test_reductions_follow_one_another_beside_the_computations() -> None:
+    plan = lower(parse_text("rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"))
+    costs = replace(Costs.equal(2, 2, 2.0, 2.0, 2.0), reduce=(1.0, 5.0, 4.0, 3.0))
+    timeline = simulate_step(plan, costs)
+    assert when(timeline, "3REDUCE") == (6, 9)
+    assert when(timeline, "2REDUCE") == (8, 12)
+    assert when(timeline, "1REDUCE") == (12, 17)  # B of stage 1 ends at 10
+    assert when(timeline, "0REDUCE") == (12, 13)
+    assert when(timeline, "0B0") == (10, 12) and timeline.makespan == 17
+    assert timeline.busy == (6, 6) and timeline.bubble_fraction == pytest.approx(1 - 12 / 34)
+
+
+def test_a_reduction_that_cannot_overlap_holds_its_rank_up() -> None:
+    plan = lower(parse_text("rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"))
+    costs = Costs.equal(2, 2, 2.0, 2.0, 2.0)
+    costs = replace(costs, reduce=(1.0, 5.0, 4.0, 3.0), reduce_overlaps=False)
+    timeline = simulate_step(plan, costs)
+    assert when(timeline, "2REDUCE") == (8, 12) and when(timeline, "1B0")[0] == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"forward": (1.0,)}, "each of the 1 stages"),
+        ({"reduce": (1.0,)}, "reductions must be given for each of the 2 stages"),
+        ({"comm": -1.0}, "negative or not finite"),
+        ({"weight_grad": (1.0, float("nan"))}, "negative or not finite"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        replace(Costs.equal(2), **change)
 
 
 def test_times_must_be_given_for_every_stage() -> None:

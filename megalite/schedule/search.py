@@ -1,0 +1,306 @@
+"""The schedule ``auto``: the least makespan that a bounded search finds for given costs."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+from megalite.errors import ConfigError
+from megalite.schedule.action import Action, Op, Plan
+from megalite.schedule.classic import grouped_one_f_one_b
+from megalite.schedule.costs import Costs, MemoryLimit
+from megalite.schedule.fill import Filled, fill
+from megalite.schedule.greedy import greedy_orders, priorities
+from megalite.schedule.lower import lower
+from megalite.schedule.placement import place_stages
+from megalite.schedule.simulate import simulate_step
+
+EFFORT = 1_000_000  # actions timed by a search
+_KEPT = 8  # plans found that may be simulated with their messages
+_THRESHOLDS = (0.5, 0.0, 1.0, 0.75)  # W goes where a rank would wait for this share of its time
+_ROUNDINGS = (0.5, 0.999, 0.0, 0.25, 0.75)  # of how many F fit in before the first I
+
+Orders = Sequence[Sequence[Action]]
+_Key = tuple[int, int, float]  # makespan, longest span, activations: less is better, in this order
+
+
+def search(
+    pp: int,
+    num_microbatches: int,
+    virtual_stages: int,
+    costs: Costs,
+    memory: MemoryLimit,
+    named: Iterable[Plan],
+) -> Plan:
+    """The plan with the least makespan; among equals the one with the shortest span of a rank, to
+    1 in 5,000 (what consecutive steps can gain), then with the fewest activations.
+
+    Tried are the named schedules, and orders of F and I whose W are put into the waits: those of
+    1F1B with the warm-up that the costs ask for, of list scheduling and of the named schedules;
+    then the best one with a longer or shorter warm-up of some ranks, until nothing gets better or
+    ``EFFORT`` is spent. Effort is counted in actions, not in seconds, because every rank makes the
+    plan for itself and all must find the same one. A million takes one to three seconds.
+
+    The result is never behind a named schedule that keeps the limit: what could be ahead of the
+    best one is simulated with its messages.
+
+    Source: rules for warm-up and W in the spirit of Qi et al. 2023 (arXiv:2401.10241), section 3.1.
+
+    Raises:
+        ConfigError: if the limit is less than one microbatch.
+    """
+    if memory.units < 1:
+        raise ConfigError(
+            "parallel.schedule",
+            f"auto is allowed {memory.units:g} microbatches in flight on a rank",
+            "Allow at least 1",
+        )
+    run = _Search(pp, num_microbatches, virtual_stages, costs, memory)
+    plans = list(named)
+    run.explore(plans)
+    return run.best(plans)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Orders of F and I, and how many I earlier than there each rank is to do its F."""
+
+    rank_of: tuple[int, ...]
+    orders: Orders
+    leads: tuple[int, ...]
+    limit: float
+    threshold: float
+
+
+class _Search:
+    def __init__(self, pp: int, m: int, v: int, costs: Costs, memory: MemoryLimit) -> None:
+        self.pp, self.m, self.v, self.costs, self.memory = pp, m, v, costs, memory
+        self.limit = memory.units * v
+        self.rank_ofs = [place_stages("loop", pp, v)]
+        if v == 2:
+            self.rank_ofs.append(place_stages("v", pp, v))
+        self.least_makespan, self.least_span = map(
+            min, zip(*(self._bounds(rank_of) for rank_of in self.rank_ofs), strict=True)
+        )
+        self.spent = 0
+        self.tried = 0
+        self.leader: tuple[_Key, _Candidate] | None = None
+        self.found: list[tuple[_Key, int, Plan]] = []  # the best; equals in order of arrival
+
+    def _bounds(self, rank_of: Sequence[int]) -> tuple[float, float]:
+        """Of makespan and span: a rank computes for as long as its stages take, after the first F
+        has come to it."""
+        c, start, makespan, most = self.costs, 0.0, 0.0, 0.0
+        for rank in range(self.pp):
+            stages = [s for s, r in enumerate(rank_of) if r == rank]
+            work = sum(c.forward[s] + c.input_grad[s] + c.weight_grad[s] for s in stages) * self.m
+            makespan, most = max(makespan, start + work), max(most, work)
+            start += c.forward[rank] + c.comm
+        return makespan, most
+
+    def _key(self, makespan: float, span: float, peak: float) -> _Key:
+        """Makespans that differ by rounding errors are equal, and so are spans that nearly are."""
+        return (
+            round(makespan / (self.least_makespan or 1) * 1e9),
+            round(span / (self.least_span or 1) * 5000),
+            peak,
+        )
+
+    def explore(self, named: Sequence[Plan]) -> None:
+        for candidate in self._seeds(named):
+            if self._is_over():
+                return
+            self._consider(candidate)
+        while self._climb():
+            pass
+
+    def _is_over(self) -> bool:
+        """No effort is left, or nothing to gain."""
+        done = self.leader is not None and self.leader[0][:2] <= (10**9, 5000)
+        return done or self.spent >= EFFORT
+
+    def _consider(self, c: _Candidate) -> bool:
+        """Whether it is the best one so far."""
+        orders = [_led(order, lead) for order, lead in zip(c.orders, c.leads, strict=True)]
+        self.tried += 1
+        self.spent += self.pp * self.v * self.m * 3
+        filled = self._fill(orders, c.rank_of, c.limit, c.threshold)
+        if filled is None:
+            return False
+        key = self._key(filled.makespan, filled.span, filled.peak)
+        plan = Plan("auto", self.m, c.rank_of, filled.actions)
+        insort(self.found, (key, self.tried, plan))
+        del self.found[_KEPT:]
+        if self.leader is not None and key >= self.leader[0]:
+            return False
+        self.leader = key, c
+        return True
+
+    def _fill(
+        self, orders: Orders, rank_of: Sequence[int], limit: float, threshold: float
+    ) -> Filled | None:
+        open_w = self.memory.open_w
+        return fill(orders, rank_of, self.m, self.costs, limit, open_w, threshold)
+
+    def _climb(self) -> bool:
+        """One round of moves from the best candidate; whether it was worth it."""
+        better = False
+        single = [range(r, r + 1) for r in range(self.pp)]
+        first_ones = [range(r + 1) for r in range(1, self.pp)]
+        for ranks in (*single, *first_ones):
+            for more in (1, -1):
+                if self.leader is None or self._is_over():
+                    return False
+                c = self.leader[1]
+                leads = tuple(lead + more * (r in ranks) for r, lead in enumerate(c.leads))
+                better |= self._consider(replace(c, leads=leads))
+        return better
+
+    def _seeds(self, named: Sequence[Plan]) -> Iterator[_Candidate]:
+        """Less memory is tried first: what loses nothing with that of 1F1B, or twice that, needs
+        no more. The F of a rank, and its I, must take messages in the order in which they are
+        sent, or receive buffers pile up; neither W nor a warm-up changes that."""
+        limits = [limit for limit in (1.0 * self.pp * self.v, 2.0 * self.pp * self.v)]
+        limits = [*(limit for limit in limits if limit < self.limit), self.limit]
+        known: dict[float, list[tuple[tuple[int, ...], Orders]]] = {}
+        for threshold in _THRESHOLDS:
+            for limit in limits:
+                if limit not in known:
+                    all_orders = self._orders(named, limit)
+                    known[limit] = [x for x in all_orders if _is_first_in_first_out(*x)]
+                for rank_of, orders in known[limit]:
+                    leads = tuple(_lead_within(order, limit) for order in orders)
+                    yield _Candidate(rank_of, orders, leads, limit, threshold)
+                    stairs = tuple(min(0, min(leads) + rank) for rank in range(self.pp))
+                    if stairs != leads:
+                        yield _Candidate(rank_of, orders, stairs, limit, threshold)
+
+    def _orders(
+        self, named: Sequence[Plan], limit: float
+    ) -> Iterator[tuple[tuple[int, ...], Orders]]:
+        open_w = self.memory.open_w
+        if self.v == 1:
+            for rounding in _ROUNDINGS:
+                yield self.rank_ofs[0], self._warmed_up(rounding, limit)
+        else:
+            for group in sorted({max(1, self.pp >> halvings) for halvings in range(4)}):
+                yield self.rank_ofs[0], self._grouped(group)
+        for rank_of in self.rank_ofs:
+            yield rank_of, _one_at_a_time(rank_of, self.m)
+            for priority in priorities(self.v):
+                if self.spent < EFFORT:
+                    self.spent += self.pp * self.v * self.m * 6
+                    orders = greedy_orders(rank_of, self.m, self.costs, limit, open_w, priority)
+                    yield rank_of, orders
+        for plan in named:
+            yield plan.rank_of, [_input_grads(actions) for actions in plan.actions]
+
+    def _warmed_up(self, rounding: float, limit: float) -> Orders:
+        """1F1B in which a rank does F until the first I can arrive."""
+        c, orders, before = self.costs, [], self.m
+        for rank in range(self.pp):
+            after = range(rank + 1, self.pp)
+            wait = sum(c.forward[s] + c.input_grad[s] + 2 * c.comm for s in after)
+            each = c.forward[rank]
+            fitting = 1 + floor(wait / each + rounding) if wait < self.m * each else self.m
+            before = max(1, min(before, fitting, int(min(limit, self.m))))
+            order = [Action(Op.FORWARD, rank, m) for m in range(before)]
+            for m in range(self.m):
+                order.append(Action(Op.INPUT_GRAD, rank, m))
+                if m + before < self.m:
+                    order.append(Action(Op.FORWARD, rank, m + before))
+            orders.append(order)
+        return orders
+
+    def _grouped(self, group: int) -> Orders:
+        return [
+            _input_grads(grouped_one_f_one_b(rank, self.pp, self.m, self.v, group, 1))
+            for rank in range(self.pp)
+        ]
+
+    def best(self, named: Sequence[Plan]) -> Plan:
+        """Messages and buffers can only delay: a plan is simulated with them unless the best so
+        far is not behind it even without."""
+        ranked = list(self.found)
+        for plan in named:
+            filled = self._fill(plan.actions, plan.rank_of, self.limit, 1.0)
+            if filled is not None:
+                key = self._key(filled.makespan, filled.span, filled.peak)
+                ranked.append((key, self.tried + len(ranked), plan))
+        best: tuple[_Key, Plan] | None = None
+        for key, _, plan in sorted(ranked, key=lambda x: x[:2]):
+            if best is not None and key[0] >= best[0][0]:
+                break
+            timeline = simulate_step(lower(plan), self.costs)
+            exact = self._key(timeline.makespan, timeline.longest_span, key[2])
+            if best is None or exact < best[0]:
+                best = exact, plan
+        assert best is not None, "one microbatch at a time keeps any limit"
+        return best[1]
+
+
+def _one_at_a_time(rank_of: Sequence[int], num_microbatches: int) -> Orders:
+    ops = [(Op.FORWARD, s) for s in range(len(rank_of))]
+    ops += [(Op.INPUT_GRAD, s) for s in reversed(range(len(rank_of)))]
+    return [
+        [Action(op, s, m) for m in range(num_microbatches) for op, s in ops if rank_of[s] == rank]
+        for rank in range(max(rank_of) + 1)
+    ]
+
+
+def _input_grads(actions: Sequence[Action]) -> list[Action]:
+    """F, and I for every B; without W."""
+    return [
+        Action(Op.INPUT_GRAD, a.stage, a.microbatch) if a.op is Op.BACKWARD else a
+        for a in actions
+        if a.op is not Op.WEIGHT_GRAD
+    ]
+
+
+def _lead_within(order: Sequence[Action], limit: float) -> int:
+    """0, or how much later F must come so that F less I never exceeds the limit."""
+    held = peak = 0
+    for a in order:
+        held += 1 if a.op is Op.FORWARD else -1
+        peak = max(peak, held)
+    return -ceil(max(0.0, peak - limit))
+
+
+def _led(order: Sequence[Action], lead: int) -> Sequence[Action]:
+    """The order with each F in the place of the ``lead``-th one before it; the first ones then
+    start the list, or the last ones (of a negative lead) alternate with the I that remain."""
+    if not lead:
+        return order
+    forward = [a for a in order if a.op is Op.FORWARD]
+    back = [a for a in order if a.op is not Op.FORWARD]
+    at = (i for i, a in enumerate(order) if a.op is Op.FORWARD)
+    places = [i - nth for nth, i in enumerate(at)]  # the number of I before each F
+    if lead > 0:
+        places = ([0] * lead + places)[: len(places)]
+    else:
+        places = places[-lead:] + [places[-1] + nth for nth in range(1, 1 - lead)]
+    led: list[Action] = []
+    done = 0
+    for a, place in zip(forward, places, strict=False):
+        led += back[done : max(done, place)]
+        done = max(done, place)
+        led.append(a)
+    return led + back[done:]
+
+
+def _is_first_in_first_out(rank_of: Sequence[int], orders: Orders) -> bool:
+    """Whether each channel's messages are taken in the order in which they are made."""
+    made: defaultdict[tuple[int, int, Op], list[tuple[int, int]]] = defaultdict(list)
+    taken: defaultdict[tuple[int, int, Op], list[tuple[int, int]]] = defaultdict(list)
+    for rank, order in enumerate(orders):
+        for a in order:
+            way = 1 if a.op is Op.FORWARD else -1
+            to, source = a.stage + way, a.stage - way
+            if 0 <= to < len(rank_of):
+                made[rank, rank_of[to], a.op].append((to, a.microbatch))
+            if 0 <= source < len(rank_of):
+                taken[rank_of[source], rank, a.op].append((a.stage, a.microbatch))
+    return all(made[channel] == taken[channel] for channel in made if channel[0] != channel[1])
