@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from launch.config import Config, num_microbatches
+from megalite.clock import clock_of
 from megalite.data_parallel.bucket import FlatParameters
 from megalite.data_parallel.reducer import GradReducer
 from megalite.grads import GradSink
@@ -27,6 +28,7 @@ from megalite.schedule.placement import place_layers
 from megalite.schedule.validate import validate
 from megalite.tensor_parallel.cross_entropy import IGNORE
 from megalite.tensor_parallel.linear import Layout
+from megalite.trace import Trace
 from model.gpt import GPTStage
 
 DTYPES = {
@@ -57,6 +59,7 @@ class Training:
     flat: FlatParameters
     reducer: GradReducer
     optimizer: AdamW
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def has_last_stage(self) -> bool:
@@ -67,19 +70,21 @@ class Training:
         self.reducer.zero(self.plan.num_microbatches)
         loss = self.executor.run(self.plan, batch, self.reducer)
         self.reducer.finish()
-        return step_totals(
-            self.flat,
-            loss,
-            count_tokens(batch),
-            self.mesh,
-            constant=loss_constant(self.cfg),
-            clip=self.cfg.optim.clip_grad_norm,
-        )
+        with self.trace.span("totals"):
+            return step_totals(
+                self.flat,
+                loss,
+                count_tokens(batch),
+                self.mesh,
+                constant=loss_constant(self.cfg),
+                clip=self.cfg.optim.clip_grad_norm,
+            )
 
     def step(self, batch: Batch, lr: float) -> StepTotals:
         """One step of training; the weights change unless the totals are not finite."""
         totals = self.gradients(batch)
-        self.optimizer.step(lr, totals.factor, totals.finite)
+        with self.trace.span("optimizer"):
+            self.optimizer.step(lr, totals.factor, totals.finite)
         return totals
 
     @torch.no_grad()
@@ -116,7 +121,8 @@ def build(cfg: Config, mesh: Mesh) -> Training:
     Collective over the mesh (the channels of the pipeline are groups).
     """
     plan = make_plan(cfg, mesh.shape.dp)
-    channels = Channels(mesh, plan)
+    trace = open_trace(cfg, mesh)
+    channels = Channels(mesh, plan, trace)
     gpt = build_stages(cfg, mesh, plan)
     stages = {
         s: Stage(
@@ -132,11 +138,19 @@ def build(cfg: Config, mesh: Mesh) -> Training:
     }
     flat = FlatParameters({s: list(module.parameters()) for s, module in gpt.items()})
     initialize(flat.parameters(), cfg.train.seed)
-    reducer = GradReducer(flat, mesh)
+    reducer = GradReducer(flat, mesh, trace)
     for module in gpt.values():
         module.layout.sink.on_ready = reducer.grad_ready
-    executor = Executor(mesh.pp.index, stages, channels)
-    return Training(cfg, mesh, plan, gpt, executor, flat, reducer, AdamW(flat, cfg.optim))
+    executor = Executor(mesh.pp.index, stages, channels, trace)
+    optimizer = AdamW(flat, cfg.optim)
+    return Training(cfg, mesh, plan, gpt, executor, flat, reducer, optimizer, trace)
+
+
+def open_trace(cfg: Config, mesh: Mesh) -> Trace:
+    """What records the steps of this rank: nothing without ``run.trace``."""
+    if not cfg.run.trace:
+        return Trace()
+    return Trace(clock_of(mesh.device), cfg.run.trace_spans)
 
 
 def make_plan(cfg: Config, dp: int) -> Plan:

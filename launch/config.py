@@ -76,7 +76,9 @@ class RunConfig:
     name: str = ""
     """Name for the logs; empty: that of the directory."""
     trace: bool = False
-    """Write a Chrome trace a rank."""
+    """Write a Chrome trace a rank, and what the report and wandb show of it."""
+    trace_spans: int = 100_000
+    """Most spans that a rank keeps: at the limit every second step goes, then every fourth, ..."""
     record: bool = False
     """Write statistics and hashes of tensors for tools/compare_runs.py."""
     watchdog_s: float = 0.0
@@ -115,7 +117,6 @@ UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("train.bad_step", ("skip", "replay")),
     ("train.deterministic", (True,)),
     ("checkpoint.async_save", (True,)),
-    ("run.trace", (True,)),
     ("run.record", (True,)),
     ("run.watchdog_s", ()),
     ("run.wandb", ("online", "offline")),
@@ -136,6 +137,7 @@ _AT_LEAST = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
+    "run.trace_spans": 1,
     "run.watchdog_s": 0,
     "run.stop_at": 0,
 }

@@ -28,10 +28,12 @@ from launch.config import (
     resolve_vocab,
     world_from_env,
 )
+from launch.figures import Figures
 from launch.job import die, joined, share_text
 from launch.record import Recorder
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
+from launch.tracing import TraceFiles
 from megalite.errors import ConfigError
 from megalite.mesh import Mesh, local_device
 from megalite.optim.adamw import choose_backend, learning_rate
@@ -97,7 +99,8 @@ def run(
         "dp_size": mesh.dp.size,
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
-    with Recorder(cfg, mesh, position) as recorder, loader:
+    figures = Figures(cfg, mesh, training.plan, training.trace)
+    with Recorder(cfg, mesh, position, figures) as recorder, loader, TraceFiles(training):
         recorder.say(describe(training))
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
@@ -120,9 +123,14 @@ def run(
 
 def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step: int) -> None:
     """Step number ``step`` (from 1); nothing in it waits for the device."""
-    batch = to_device(loader.batch(step - 1), training.mesh.device)
-    lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
-    recorder.step(step, lr, training.step(batch, lr))
+    trace = training.trace
+    with trace.step(step):
+        with trace.span("data"):
+            batch = to_device(loader.batch(step - 1), training.mesh.device)
+        lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
+        totals = training.step(batch, lr)
+        with trace.span("record"):
+            recorder.step(step, lr, totals)
 
 
 def evaluate(training: Training, loaders: list[EvalLoader]) -> tuple[float, float]:

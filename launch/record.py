@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from launch.config import Config
+from launch.figures import Figures
+from launch.page import write_page
 from launch.progress import Progress
 from launch.state import Position
 from launch.tracking import Tracker
@@ -25,7 +27,8 @@ class Recorder:
     A step's numbers are read from the device one step later.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, position: Position) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, position: Position, figures: Figures) -> None:
+        self._figures = figures
         self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
@@ -49,6 +52,7 @@ class Recorder:
         now = time.perf_counter()
         self._lagged.push(step, totals.stacked(), lr=lr, step_time_s=now - self._since)
         self._since = now
+        self._figures.gather(step)
         for reading in self._lagged.pop():
             self._take(reading)
 
@@ -104,10 +108,11 @@ class Recorder:
             layout=self.layout,
         )
         self._progress.step(record)
+        figures = self._figures.of_step(reading.step, record.tokens_per_s)
         if self._files and self._tracker:
             self._files[0].write(record)
             values = {k: v for k, v in asdict(record).items() if k not in ("step", "layout")}
-            self._tracker.log(reading.step, values)
+            self._tracker.log(reading.step, {**values, **figures})
         if not finite:
             raise FloatingPointError(
                 f"step {reading.step}: loss {loss} and gradient norm {norm} are not both finite; "
@@ -126,6 +131,10 @@ class Recorder:
         finally:
             self._progress.close()
             if self._tracker:
+                run_dir = Path(self.cfg.run.dir)
+                self._tracker.attach(
+                    lambda: write_page(run_dir, run_dir / "report.html", quick=True)
+                )
                 self._tracker.finish(0 if error is None else 1)
             for file in self._files or ():
                 file.close()

@@ -18,7 +18,7 @@ import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ class Tracker:
         self._changed = threading.Condition()
         self._ending, self._abandoned, self._exit_code = False, False, 0
         self._warned: set[str] = set()
+        self._attached: Callable[[], Path] | None = None
         self._thread: threading.Thread | None = None
         if self.mode == "disabled":
             return
@@ -118,6 +119,10 @@ class Tracker:
             self.dropped += len(self._waiting) == self._waiting.maxlen
             self._waiting.append({"step": step, **values})
             self._changed.notify()
+
+    def attach(self, make: Callable[[], Path]) -> None:
+        """Keep a file with the run, made by ``make`` in tracking's own thread when the run ends."""
+        self._attached = make
 
     def finish(self, exit_code: int = 0) -> None:
         """Send what is waiting and end the run, within ``finish_s``; then wandb is left alone."""
@@ -141,6 +146,7 @@ class Tracker:
             run = self._start()
             if run is not None:
                 self._feed(run)
+                self._attach(run)
                 run.finish(exit_code=self._exit_code)
         except (Exception, SystemExit) as error:
             self._warn("the run could not be ended", error)
@@ -203,6 +209,15 @@ class Tracker:
                 run.log(values)
             except Exception as error:
                 self._warn("some records were refused; metrics.jsonl has them all", error)
+
+    def _attach(self, run: Any) -> None:
+        if self._attached is None or self._abandoned:
+            return
+        try:
+            path = self._attached().resolve()
+            run.save(str(path), base_path=str(path.parent), policy="now")
+        except (Exception, SystemExit) as error:
+            self._warn("the report is not among its files", error)
 
     def _take(self) -> dict[str, Any] | None:
         with self._changed:

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from megalite.data_parallel.bucket import Bucket, FlatParameters
-from megalite.mesh import Mesh, Work
+from megalite.mesh import Axis, Mesh, Work
 from megalite.slices import get_slice
+from megalite.trace import Trace
 
 
 class GradReducer:
     """Owns the gradients of one rank between ``zero`` and ``finish``."""
 
-    def __init__(self, flat: FlatParameters, mesh: Mesh) -> None:
-        self.flat, self.mesh = flat, mesh
+    def __init__(self, flat: FlatParameters, mesh: Mesh, trace: Trace | None = None) -> None:
+        self.flat, self.mesh, self.trace = flat, mesh, trace or Trace()
         self._works: list[Work] = []
         self._early: dict[int, list[Bucket]] = {}
         for bucket in flat.buckets:
@@ -50,7 +51,7 @@ class GradReducer:
         ready = self._early[bucket.stage]
         at = self._next.get(bucket.stage, 0)
         while at < len(ready) and ready[at].waiting == 0:
-            self._works.append(self.mesh.dp.all_reduce(ready[at].grad))
+            self._works.append(self._sum("dp", self.mesh.dp, ready[at].grad))
             at += 1
         self._next[bucket.stage] = at
 
@@ -64,14 +65,20 @@ class GradReducer:
         missing = [b for b in self.flat.buckets if b.waiting > 0]
         assert not missing, f"no gradient for {_names(missing)}"
         if self._partial is not None:
-            self.mesh.tp.all_reduce(self._partial).wait()
+            self._sum("tp", self.mesh.tp, self._partial).wait()
             torch._foreach_copy_(self._targets, self._slots)
-        for work in [self.mesh.tie.all_reduce(g) for g in self._tie_grads]:
+        for work in [self._sum("tie", self.mesh.tie, g) for g in self._tie_grads]:
             work.wait()
-        self._works += [self.mesh.dp.all_reduce(b.grad) for b in self.flat.buckets if b.late]
+        late = [b.grad for b in self.flat.buckets if b.late]
+        self._works += [self._sum("dp", self.mesh.dp, grad) for grad in late]
         for work in self._works:
             work.wait()
         self._works.clear()
+
+    def _sum(self, name: str, axis: Axis, grad: Tensor) -> Work:
+        """Start to sum ``grad`` over an axis."""
+        work = axis.all_reduce(grad)
+        return self.trace.reduction(name, work) if axis.size > 1 else work
 
 
 def _names(buckets: list[Bucket]) -> str:

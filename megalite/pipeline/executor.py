@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megalite.mesh import Work
 from megalite.pipeline.p2p import Channels, Kind
+from megalite.pipeline.spans import traced
 from megalite.pipeline.stage import Stage
 from megalite.schedule.action import Action, Op, Plan
+from megalite.trace import Trace
 
 
 class Reducer(Protocol):
@@ -37,8 +39,11 @@ class Executor:
     Receive buffers are kept from step to step, so that a steady state allocates none.
     """
 
-    def __init__(self, rank: int, stages: dict[int, Stage], channels: Channels) -> None:
+    def __init__(
+        self, rank: int, stages: dict[int, Stage], channels: Channels, trace: Trace | None = None
+    ) -> None:
         self.rank, self.stages, self.channels = rank, stages, channels
+        self.trace = trace or Trace()
         self._free: dict[tuple[int, ...], list[Tensor]] = {}
 
     def run(self, plan: Plan, batch: Batch, reducer: Reducer | None = None) -> Tensor | None:
@@ -49,8 +54,9 @@ class Executor:
             device; else None.
         """
         step = _Step(self, plan, batch)
+        do = traced(step.do, plan, self.trace) if self.trace.recording else step.do
         for action in plan[self.rank]:
-            step.do(action, reducer)
+            do(action, reducer)
         step.finish()
         return step.loss
 

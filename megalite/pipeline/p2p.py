@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.mesh import Group, Mesh, Work
 from megalite.schedule.action import Op, Plan
+from megalite.trace import Trace
 
 Kind = Literal["F", "B"]
 
@@ -32,8 +33,8 @@ def channels_of(plan: Plan) -> list[tuple[int, int, Kind]]:
 class Channels:
     """This rank's ends of every channel of a plan. Creation is collective."""
 
-    def __init__(self, mesh: Mesh, plan: Plan) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, plan: Plan, trace: Trace | None = None) -> None:
+        self.mesh, self.trace = mesh, trace or Trace()
         self._groups: dict[tuple[int, int, Kind], Group] = {}
         wanted = channels_of(plan)
         if not wanted:
@@ -57,8 +58,10 @@ class Channels:
 
     def send(self, kind: Kind, receiver: int, tensor: Tensor) -> Work:
         """Post a send to a pipeline rank; the tensor must not change before ``wait``."""
-        return self._groups[self.mesh.pp.index, receiver, kind].send(tensor, 1)
+        work = self._groups[self.mesh.pp.index, receiver, kind].send(tensor, 1)
+        return self.trace.message(receiver, work)
 
     def recv(self, kind: Kind, sender: int, tensor: Tensor) -> Work:
         """Post a receive from a pipeline rank into ``tensor``."""
-        return self._groups[sender, self.mesh.pp.index, kind].recv(tensor, 0)
+        work = self._groups[sender, self.mesh.pp.index, kind].recv(tensor, 0)
+        return self.trace.message(sender, work)

@@ -13,8 +13,10 @@ from megalite.report.curves import curves, legend
 from megalite.report.history import History
 from megalite.report.html import Html, tag
 from megalite.report.layout import layout_table, rank_list
+from megalite.report.measured import Traced
 from megalite.report.pipeline import timeline_figure
 from megalite.report.series import duration
+from megalite.report.step import measured_step
 from megalite.report.style import stylesheet
 from megalite.report.summary import summary
 from megalite.schedule.action import Op, Plan
@@ -46,6 +48,7 @@ class Run:
         run_dir: as the events name it.
         config: the text of the configuration.
         layout: the newest; None if nothing has started.
+        traced: the step of its trace that is shown, if there is one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Run:
     config: str
     history: History
     layout: Layout | None
+    traced: Traced | None = None
 
 
 def render(run: Run) -> str:
@@ -66,6 +70,8 @@ def render(run: Run) -> str:
         tag("p", run.about, class_="about"),
         *summary(run.history, run.num_steps, num_ranks),
         *(curves(run.history) if run.history.num_steps else []),
+        *(measured_step(run.traced) if run.traced else []),
+        *(_planned(run.layout.plan) if run.layout and not run.traced else []),
         *(_layout(run.layout) if run.layout else []),
         *_events(run.history.events, run.run_dir),
         tag("h2", "Configuration"),
@@ -76,15 +82,14 @@ def render(run: Run) -> str:
 
 
 def _layout(layout: Layout) -> list[Html]:
-    shape, plan = layout.shape, layout.plan
+    shape = layout.shape
     ranks = f"{shape.world_size:,} rank{'s' * (shape.world_size > 1)}: {shape}"
     note = "A number in a cell is a rank; the ranks of a cell are tp 0, tp 1, … of that replica."
     return [
-        *_planned(plan),
         tag("h2", "Layout ", tag("small", ranks)),
         tag(
             "div",
-            layout_table(shape, plan, layout.layers),
+            layout_table(shape, layout.plan, layout.layers),
             tag("p", note, class_="note"),
             rank_list(shape),
             class_="card",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megalite.report.html import Html, join, tag
@@ -37,9 +37,45 @@ class _Window:
         return self.left + (self.end - self.begin) * self.unit
 
 
-def timeline_figure(timeline: Timeline) -> Html:
-    """A long step is shown by its beginning and its end; many ranks by the first and the last."""
-    windows = _windows(timeline.makespan)
+@dataclass(frozen=True)
+class Scale:
+    """How times are drawn: figures of the same scale can be laid one above the other.
+
+    Attributes:
+        span: the time shown. cell: the time of a common computation, which has to be seen.
+        per_unit: of the unit in which times are written, for one of ``span``'s.
+    """
+
+    span: float
+    cell: float = 1.0
+    per_unit: float = 1.0
+    unit: str = ""
+
+    def text(self, time: float) -> str:
+        return f"{time * self.per_unit:.4g}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something beside the computations of a rank: ``kind`` is "late" or "rest"."""
+
+    kind: str
+    text: str
+    start: float
+    end: float
+
+
+def timeline_figure(
+    timeline: Timeline, scale: Scale | None = None, marks: Sequence[Sequence[Mark]] = ()
+) -> Html:
+    """A long step is shown by its beginning and its end; many ranks by the first and the last.
+
+    Args:
+        scale: else units of the timeline's own.
+        marks: of each rank.
+    """
+    scale = scale or Scale(timeline.makespan)
+    windows = _windows(scale)
     rows, left_out = _rows(timeline.plan.pp)
     pitch = _ROW + _GAP
     height = len(rows) * pitch + 16
@@ -47,25 +83,26 @@ def timeline_figure(timeline: Timeline) -> Html:
         part
         for at, rank in enumerate(rows)
         for window in windows
-        for part in _row(timeline, rank, at * pitch, window)
+        for part in _row(timeline, rank, at * pitch, window, scale, marks)
     ]
     names = [tag("span", f"pp {rank}", style=f"top:{at * pitch}px") for at, rank in enumerate(rows)]
     width = windows[-1].right + 1
     drawing = tag(
         "svg",
         *drawn,
-        *(part for window in windows for part in _axis(window, height)),
+        *(part for window in windows for part in _axis(window, height, scale)),
         width=f"{width:.0f}",
         height=height,
         viewBox=f"0 0 {width:.0f} {height}",
         role="img",
         aria_label=f"timeline of {timeline.plan.pp} pipeline ranks",
-        class_="fine" if windows[0].unit < 2 * _NARROWEST else "",
+        class_="fine" if windows[0].unit * scale.cell < 2 * _NARROWEST else "",
     )
     notes = []
     if len(windows) > 1:
         skipped = windows[1].begin - windows[0].end
-        notes.append(f"The {skipped:,.0f} units in the middle are left out.")
+        what = f"{skipped * scale.per_unit:,.0f}{scale.unit or ' units'}"
+        notes.append(f"The {what} in the middle are left out.")
     if left_out:
         notes.append(f"{left_out} ranks in the middle are left out.")
     return join(
@@ -81,13 +118,15 @@ def timeline_figure(timeline: Timeline) -> Html:
     )
 
 
-def _windows(makespan: float) -> list[_Window]:
-    unit = min(_WIDEST, _WIDTH / max(makespan, 1.0))
-    if unit >= _NARROWEST:
-        return [_Window(0.0, makespan, 0.0, unit)]
-    half = (_WIDTH - 40) / 2 / _NARROWEST
-    first = _Window(0.0, half, 0.0, _NARROWEST)
-    return [first, _Window(makespan - half, makespan, first.right + 40, _NARROWEST)]
+def _windows(scale: Scale) -> list[_Window]:
+    span, cell = scale.span, scale.cell
+    unit = min(_WIDEST / cell, _WIDTH / max(span, cell))
+    if unit * cell >= _NARROWEST:
+        return [_Window(0.0, span, 0.0, unit)]
+    narrow = _NARROWEST / cell
+    half = (_WIDTH - 40) / 2 / narrow
+    first = _Window(0.0, half, 0.0, narrow)
+    return [first, _Window(span - half, span, first.right + 40, narrow)]
 
 
 def _rows(pp: int) -> tuple[list[int], int]:
@@ -97,15 +136,29 @@ def _rows(pp: int) -> tuple[list[int], int]:
     return [*range(half), *range(pp - half, pp)], pp - _MOST_ROWS
 
 
-def _row(timeline: Timeline, rank: int, top: float, window: _Window) -> Iterator[Html]:
+def _row(
+    timeline: Timeline,
+    rank: int,
+    top: float,
+    window: _Window,
+    scale: Scale,
+    marks: Sequence[Sequence[Mark]],
+) -> Iterator[Html]:
     yield _rect(window.left, top, window.right, class_="idle")
+    for mark in marks[rank] if marks else ():
+        begin, stop = max(mark.start, window.begin), min(mark.end, window.end)
+        if begin < stop:
+            left, right = (window.left + (t - window.begin) * window.unit for t in (begin, stop))
+            when = f"{mark.text}, {scale.text(mark.end - mark.start)}"
+            yield tag("g", tag("title", when), _rect(left, top, right), class_=mark.kind)
     for action, start, end in zip(
         timeline.plan[rank], timeline.start[rank], timeline.end[rank], strict=True
     ):
         begin, stop = max(start, window.begin), min(end, window.end)
         if action.op in COMPUTE and begin < stop:
             left, right = (window.left + (t - window.begin) * window.unit for t in (begin, stop))
-            yield _cell(action, left, right, top, f"{start:g} to {end:g}")
+            when = f"{scale.text(start)} to {scale.text(end)}"
+            yield _cell(action, left, right, top, when)
 
 
 def _cell(action: Action, left: float, right: float, top: float, when: str) -> Html:
@@ -124,9 +177,9 @@ def _rect(left: float, top: float, right: float, **more: str) -> Html:
     )
 
 
-def _axis(window: _Window, height: int) -> Iterator[Html]:
-    marks = ticks(window.begin, window.end, 10)
+def _axis(window: _Window, height: int, scale: Scale) -> Iterator[Html]:
+    marks = ticks(window.begin * scale.per_unit, window.end * scale.per_unit, 10)
     for mark, text in zip(marks, tick_labels(marks), strict=True):
-        at = window.left + (mark - window.begin) * window.unit
+        at = window.left + (mark / scale.per_unit - window.begin) * window.unit
         edge = "start" if mark == 0 else "end" if at > window.right - 10 else "middle"
         yield tag("text", text, x=f"{at:.1f}", y=height - 3, class_=f"axis {edge}")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from launch.build import layers_of
 from launch.config import Config
+from launch.page import read_run
 from megalite.config import to_yaml
 from megalite.errors import ConfigError
 from megalite.mesh_shape import MeshShape
@@ -43,7 +44,7 @@ from megalite.schedule.action import COMPUTE
 from megalite.schedule.generators import build_schedule
 from megalite.schedule.lower import lower
 from megalite.schedule.simulate import Timeline, simulate
-from tools.report import main, read_run
+from tools.report import main
 
 ROOT = Path(__file__).resolve().parents[2]
 VOID = ("meta", "link", "img", "br", "input")

@@ -1,0 +1,87 @@
+"""A run's page from its directory: everything that the run has written, in one HTML file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launch.build import layers_of, make_plan
+from launch.config import Config, load_config
+from megalite.errors import ConfigError
+from megalite.parallel_config import mesh_shape
+from megalite.report.history import read_history
+from megalite.report.measured import Traced, read_traces
+from megalite.report.page import Layout, Run, render
+from megalite.report.series import compact
+
+_QUICK = 64_000_000  # bytes of traces that are read in seconds
+
+
+def write_page(run_dir: Path, out: Path, *, quick: bool = False) -> Path:
+    """Write the page of a run; returns ``out``.
+
+    Args:
+        quick: leave traces out that take long to read.
+    Raises:
+        ConfigError: if a file is missing or is not what a run writes.
+    """
+    write(out, render(read_run(run_dir, quick=quick)))
+    return out
+
+
+def read_run(run_dir: Path, *, quick: bool = False) -> Run:
+    """All that the page shows.
+
+    Raises:
+        ConfigError: if a file is missing or is not what a run writes.
+    """
+    history = read_history(run_dir)
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            "RUN_DIR", f"there is no file {path}", "Name the directory of a run, its --run.dir"
+        )
+    cfg = load_config(["--config", str(path)])
+    return Run(
+        name=cfg.run.name or run_dir.resolve().name,
+        about=about(cfg),
+        num_steps=cfg.train.steps,
+        run_dir=cfg.run.dir,
+        config=path.read_text(encoding="utf-8"),
+        history=history,
+        layout=layout(cfg, history.layout),
+        traced=traces(run_dir / "trace", quick),
+    )
+
+
+def traces(folder: Path, quick: bool) -> Traced | None:
+    """The traced step to show, if there is one."""
+    if quick and sum(path.stat().st_size for path in folder.glob("rank_*.json")) > _QUICK:
+        return None
+    return read_traces(folder)
+
+
+def about(cfg: Config) -> str:
+    """What trains, in a line."""
+    model, train = cfg.model, cfg.train
+    size = f"{compact(model.num_parameters())} parameters in {model.num_layers} layers"
+    batch = f"{train.global_batch_size:,} sequences of {model.seq_length:,} tokens a step"
+    return f"{size}, {train.dtype}, {batch}"
+
+
+def layout(cfg: Config, text: str) -> Layout | None:
+    """The layout that a run has written down as ``text``: its dp is not in the configuration."""
+    found = re.search(r"\bdp (\d+)", text)
+    if not found:
+        return None
+    dp, parallel = int(found[1]), cfg.parallel
+    shape, plan = mesh_shape(parallel, dp * parallel.tp * parallel.pp), make_plan(cfg, dp)
+    return Layout(shape, plan, layers_of(cfg, plan.num_stages))
+
+
+def write(path: Path, text: str) -> None:
+    """Write the page, or raise ConfigError."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+    except OSError as error:
+        raise ConfigError("--out", f"{path}: {error.strerror}", "Name a file") from error
