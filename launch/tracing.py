@@ -9,6 +9,8 @@ import torch
 
 from launch.build import Training
 from megalite.clock import clock_offset
+from megalite.mesh import Mesh
+from megalite.schedule.action import Plan
 from megalite.trace import Origin, write_trace
 
 
@@ -39,14 +41,15 @@ class TraceFiles:
             return
         mesh, trace = self.mesh, self.training.trace
         last = clock_offset(mesh.world, mesh.device) if error is None else None
-        write_trace(self.folder, trace, origin_of(self.training), self.first, last)
+        origin = origin_of(mesh, self.training.plan)
+        write_trace(self.folder, trace, origin, self.first, last)
         if error is None:
             # Whoever goes on may read all files.
             mesh.world.all_reduce(torch.zeros(1, device=mesh.device)).wait()
 
 
-def origin_of(training: Training) -> Origin:
-    mesh, plan = training.mesh, training.plan
+def origin_of(mesh: Mesh, plan: Plan) -> Origin:
+    """Where in a job this rank stands, and its part of the plan."""
     return Origin(
         mesh.rank,
         mesh.shape.world_size,

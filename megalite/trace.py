@@ -150,6 +150,8 @@ class Trace:
             if lag and len(self._pending) < 4 * lag and not self.clock.done(spans[-1].end):
                 return
             del self._pending[0]
+            if self.steps and number % self.every:
+                continue
             at = self.clock.seconds
             self.steps[number] = [s._replace(start=at(s.start), end=at(s.end)) for s in spans]
             self._thin_out()
