@@ -77,7 +77,8 @@ class Lost:
         step_s: from ``Measured.begin`` to its end.
         busy_s: of each rank, in computations.
         causes: of each rank, seconds by cause; all that is not busy.
-        stage_s: mean time of a microbatch in each stage, forward and backward.
+        stage_s: time of a microbatch in each stage, forward and backward: medians, which a single
+            hiccup does not change.
         late: worst first.
         planned: ends of the first rung: start and end of each action with equal stages.
     """
@@ -303,8 +304,8 @@ def _reduce_s(m: Measured, rank: int) -> float:
 
 
 def _stage_times(plan: Plan, cost: Sequence[Sequence[float]]) -> list[float]:
-    total = [0.0] * plan.num_stages
+    found: list[dict[Op, list[float]]] = [{} for _ in range(plan.num_stages)]
     for actions, costs in zip(plan.actions, cost, strict=True):
         for a, c in zip(actions, costs, strict=True):
-            total[a.stage] += c
-    return [t / plan.num_microbatches for t in total]
+            found[a.stage].setdefault(a.op, []).append(c)
+    return [sum(map(median, by_op.values())) for by_op in found]

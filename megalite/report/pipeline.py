@@ -18,7 +18,7 @@ _WORDS = {
     Op.INPUT_GRAD: "input gradient",
     Op.WEIGHT_GRAD: "weight gradient",
 }
-_ROW, _GAP, _LETTER = 24, 5, 6.6  # pixels
+_ROW, _GAP, _STRIP, _LETTER = 24, 5, 8, 6.6  # pixels
 _WIDTH, _NARROWEST, _WIDEST = 1000, 5.0, 30.0  # of the drawing, and of one unit of time
 _MOST_ROWS = 32
 
@@ -57,9 +57,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something beside the computations of a rank: ``kind`` is "late" or "rest"."""
+    """Something beside the computations of a rank, drawn as a strip of the class ``class_``."""
 
-    kind: str
+    class_: str
     text: str
     start: float
     end: float
@@ -150,7 +150,8 @@ def _row(
         if begin < stop:
             left, right = (window.left + (t - window.begin) * window.unit for t in (begin, stop))
             when = f"{mark.text}, {scale.text(mark.end - mark.start)}"
-            yield tag("g", tag("title", when), _rect(left, top, right), class_=mark.kind)
+            strip = _rect(left, top + (_ROW - _STRIP) / 2, right, height=_STRIP)
+            yield tag("g", tag("title", when), strip, class_=mark.class_)
     for action, start, end in zip(
         timeline.plan[rank], timeline.start[rank], timeline.end[rank], strict=True
     ):
@@ -171,9 +172,9 @@ def _cell(action: Action, left: float, right: float, top: float, when: str) -> H
     return tag("g", *parts, class_=f"{_CLASS[action.op]} m{action.microbatch % HUES}")
 
 
-def _rect(left: float, top: float, right: float, **more: str) -> Html:
+def _rect(left: float, top: float, right: float, height: int = _ROW, **more: str) -> Html:
     return tag(
-        "rect", x=f"{left:.1f}", y=f"{top:g}", width=f"{right - left:.1f}", height=_ROW, **more
+        "rect", x=f"{left:.1f}", y=f"{top:g}", width=f"{right - left:.1f}", height=height, **more
     )
 
 

@@ -23,13 +23,13 @@ _ABOUT = {
     "data parallel": "gradient sums after a rank's last action, slower replicas",
     "other": "data, optimizer, the step's totals, the host",
 }
-# What a rank does outside its plan, as the timeline names it.
+# What a rank does outside its plan: its cause's colour, and how the timeline names it.
 _REST = {
-    "data": "data",
-    "optimizer": "optimizer",
-    "tp": "sum over tp",
-    "tie": "sum of tied",
-    "dp": "sum over dp",
+    "data": ("c4", "data"),
+    "optimizer": ("c4", "optimizer"),
+    "tp": ("c3", "sum over tp"),
+    "tie": ("c3", "sum of tied gradients"),
+    "dp": ("c3", "sum over dp"),
 }
 
 
@@ -104,7 +104,8 @@ def _timelines(shown: Pipeline) -> list[Html]:
     keys = [("f", "forward")]
     keys += [("b", "backward")] if Op.BACKWARD in ops else []
     keys += [("i", "input gradient"), ("w", "weight gradient")] * (Op.INPUT_GRAD in ops)
-    keys += [("late", "waits for a message that is made"), ("rest", "data, sums, optimizer")]
+    keys += [("c2", "waits for a message that is made"), ("c3", "sums of gradients")]
+    keys += [("c4", "data, optimizer")]
     keys += [("idle", "idle"), ("", "number and colour: microbatch (hover for details)")]
     where = ", ".join(f"{axis} {index}" for axis, index in shown.where.items())
     return [
@@ -141,12 +142,12 @@ def _marks(shown: Pipeline) -> list[list[Mark]]:
     found: list[list[Mark]] = []
     for rank in range(plan.pp):
         marks = [
-            Mark("rest", _REST[s.name], s.start - m.begin, s.end - m.begin)
+            Mark(_REST[s.name][0], _REST[s.name][1], s.start - m.begin, s.end - m.begin)
             for s in shown.rest[rank]
             if s.name in _REST and s.row in ("step", "reduce")
         ]
         marks += [
-            Mark("late", f"waits for pp {late.sender}", start - m.begin, end - m.begin)
+            Mark("c2", f"waits for pp {late.sender}", start - m.begin, end - m.begin)
             for late in shown.lost.late
             if late.receiver == rank
             for start, end in late.waits

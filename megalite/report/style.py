@@ -11,14 +11,14 @@ _LIGHT = """
 --page:#f6f7f9;--card:#fff;--text:#1b2330;--soft:#5b6675;--line:#e1e5ea;--idle:#eceff3;
 --loss:#1f6fd6;--bits:#d5620b;--norm:#7b3fc4;--lr:#12805c;--speed:#0b7d92;
 --good:#12805c;--bad:#c8232c;--warn:#9a6400;
---busy:#9fc0ee;--c0:#b9c0ca;--c1:#e8843c;--c2:#8a5fd0;--c3:#1f9c96;--c4:#737d8c;--late:#c9b3ee;--rest:#c9ced6;
+--busy:#9fc0ee;--c0:#b9c0ca;--c1:#e8843c;--c2:#8a5fd0;--c3:#1f9c96;--c4:#737d8c;
 --f-light:82%;--f-text:#1b2330;--b-light:43%;--b-text:#fff;--colour:62%;
 """
 _DARK = """
 --page:#10141a;--card:#181e27;--text:#e6eaf0;--soft:#98a4b3;--line:#2b3440;--idle:#242c37;
 --loss:#6aa9ff;--bits:#ff9d57;--norm:#bd93f9;--lr:#4fc89b;--speed:#4fc3d9;
 --good:#4fc89b;--bad:#ff6b70;--warn:#f0b849;
---busy:#3f6aa8;--c0:#59636f;--c1:#d9772f;--c2:#9a74dd;--c3:#2aa8a1;--c4:#8b96a5;--late:#57437f;--rest:#3d4754;
+--busy:#3f6aa8;--c0:#59636f;--c1:#d9772f;--c2:#9a74dd;--c3:#2aa8a1;--c4:#8b96a5;
 --f-light:74%;--f-text:#10141a;--b-light:38%;--b-text:#fff;--colour:48%;
 """
 _RULES = """
@@ -75,7 +75,6 @@ figcaption{display:flex;justify-content:space-between;gap:12px;margin-bottom:8px
 .legend .k-f{background:hsl(212 var(--colour) var(--f-light))}
 .legend .k-b,.legend .k-i{background:hsl(212 var(--colour) var(--b-light))}
 .legend .k-w{background:hsl(212 18% var(--b-light))}
-.legend .k-late{background:var(--late)}.legend .k-rest{background:var(--rest)}
 .legend .k-busy,.bar .busy{background:var(--busy)}
 .legend .k-c0,.bar .c0{background:var(--c0)}.legend .k-c1,.bar .c1{background:var(--c1)}
 .legend .k-c2,.bar .c2{background:var(--c2)}.legend .k-c3,.bar .c3{background:var(--c3)}
@@ -103,7 +102,8 @@ h3 small{font-weight:400;color:var(--soft);font-size:13px}
 .timeline rect{rx:2px}
 .timeline text{text-anchor:middle;pointer-events:none}
 .timeline .idle{fill:var(--idle)}
-.timeline .late rect{fill:var(--late)}.timeline .rest rect{fill:var(--rest)}
+.timeline .c2 rect{fill:var(--c2)}.timeline .c3 rect{fill:var(--c3)}
+.timeline .c4 rect{fill:var(--c4)}
 .timeline .axis{fill:var(--soft)}
 .timeline .start{text-anchor:start}.timeline .end{text-anchor:end}
 .timeline g rect{stroke:var(--card);stroke-width:1}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ class StubRun:
         if step >= self.next_step:
             self.stub.points.append(dict(values))
             self.next_step = self.stub.steps = step + 1
+
+    def save(self, path: str, base_path: str, policy: str) -> None:
+        self.stub.threads.add(threading.current_thread().name)
+        self.stub.calls.append(("save", path, base_path, policy))
 
     def finish(self, exit_code: int | None = None) -> None:
         self.stub.on_finish()
@@ -184,6 +189,55 @@ def test_values_reach_wandb_in_order_with_our_step_as_their_axis(
     assert capfd.readouterr() == ("", "")
 
 
+def page_in(folder: Path) -> Callable[[], Path]:
+    def make() -> Path:
+        (folder / "report.html").write_text("<!doctype html>")
+        return folder / "report.html"
+
+    return make
+
+
+def test_the_page_is_made_and_kept_in_trackings_own_thread_before_the_end(
+    stub: StubWandb, tmp_path: Path
+) -> None:
+    tracker = Tracker(tmp_path, "", "offline", {})
+    tracker.log(1, {"loss": 1.0})
+    tracker.attach(page_in(tmp_path))
+    tracker.finish()
+    saved = ("save", str(tmp_path / "report.html"), str(tmp_path), "now")
+    names = [call[0] for call in stub.calls]
+    assert saved in stub.calls and names.index("save") < names.index("finish")
+    assert steps_of(stub) == [1] and stub.threads == {"tracking"}
+
+
+def test_a_page_that_cannot_be_made_is_told_and_passes(
+    stub: StubWandb, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(tmp_path, "", "offline", {})
+    tracker.attach(fail)
+    tracker.finish(3)
+    assert ("finish", 3) in stub.calls
+    assert "the report is not among its files: RuntimeError" in capfd.readouterr().err
+
+
+def test_a_page_that_takes_too_long_holds_nobody_up(stub: StubWandb, tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def slow() -> Path:
+        gate.wait(30)
+        return tmp_path
+
+    tracker = Tracker(tmp_path, "", "offline", {}, finish_s=0.2)
+    tracker.attach(slow)
+    began = time.monotonic()
+    tracker.finish()
+    assert time.monotonic() - began < 10
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "tracking":
+            thread.join(10)
+
+
 def test_a_restart_from_an_older_step_keeps_the_run_and_loses_no_point(
     stub: StubWandb, tmp_path: Path
 ) -> None:
@@ -330,10 +384,16 @@ def test_an_end_that_raises_is_told_and_passes(
 
 REAL = """
 import sys, threading
+from pathlib import Path
 from launch.tracking import Tracker
+def page():
+    path = Path(sys.argv[1], "report.html")
+    path.write_text("<!doctype html>")
+    return path
 tracker = Tracker(sys.argv[1], "tiny", "auto", {"model": {"num_layers": 2}}, finish_s=60)
 for step in (10, 20):
     tracker.log(step, {"loss": 1 / step, "tokens": 64 * step})
+tracker.attach(page)
 tracker.finish()
 assert tracker.mode == "offline" and threading.enumerate() == [threading.main_thread()]
 """
@@ -382,6 +442,7 @@ def test_a_real_offline_run_is_silent_and_reads_back(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (log,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    assert (log.parent / "files" / "report.html").read_text() == "<!doctype html>"
     shown = subprocess.run(
         [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(log)],
         env=env,
