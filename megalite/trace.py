@@ -57,6 +57,7 @@ class Span(NamedTuple):
     Attributes:
         row: of ``ROWS``, or "reduction in flight"; spans of a row do not overlap but for "step",
             where the whole step holds its parts.
+        name: filled in when it is empty and ``op`` is not.
         op: the action's, as its text; a wait for a message has that of the action that waits.
         peer: the pipeline rank at the other end of a message; -1: none.
     """
@@ -153,7 +154,9 @@ class Trace:
             if self.steps and number % self.every:
                 continue
             at = self.clock.seconds
-            self.steps[number] = [s._replace(start=at(s.start), end=at(s.end)) for s in spans]
+            self.steps[number] = [
+                s._replace(name=s.name or _name(s), start=at(s.start), end=at(s.end)) for s in spans
+            ]
             self._thin_out()
 
     def _thin_out(self) -> None:
@@ -162,6 +165,12 @@ class Trace:
             kept = {n: spans for n, spans in self.steps.items() if n % self.every == 0}
             last = max(self.steps)
             self.steps = kept or {last: self.steps[last]}
+
+
+def _name(span: Span) -> str:
+    action = f"{span.stage}{span.op}{'' if span.microbatch < 0 else span.microbatch}"
+    waits = span.row == "message" and span.op in _ARRIVES
+    return f"wait for {action}'s message" if waits else action
 
 
 class _Message:

@@ -35,16 +35,15 @@ def traced(
         do(action, given)
         end = mark()
         op, stage, microbatch = action.op, action.stage, action.microbatch
+        text = op.value
         waits = trace.waits()
         if op in COMPUTE:
-            for begun, arrived, peer in waits:
-                name = f"wait for {action}'s message"
-                trace.add(Span("message", name, begun, arrived, op.value, stage, microbatch, peer))
-                start = arrived
-            trace.add(Span("compute", str(action), start, end, op.value, stage, microbatch))
+            for begun, start, peer in waits:
+                trace.add(Span("message", "", begun, start, text, stage, microbatch, peer))
+            trace.add(Span("compute", "", start, end, text, stage, microbatch))
             return
         row = "reduce" if op is Op.REDUCE else "message"
         peer = -1 if op is Op.REDUCE else plan.rank_of[stage + _TOWARDS[op]]
-        trace.add(Span(row, str(action), start, end, op.value, stage, microbatch, peer))
+        trace.add(Span(row, "", start, end, text, stage, microbatch, peer))
 
     return run

@@ -21,7 +21,7 @@ _ABOUT = {
     "imbalance": "computations that take longer than others of their kind",
     "communication": "messages that are not there when their producer is done; posting them",
     "data parallel": "gradient sums after a rank's last action, slower replicas",
-    "other": "data, optimizer, the step's totals, the host",
+    "other": "data, optimizer, totals of the step, the host",
 }
 # What a rank does outside its plan: its cause's colour, and how the timeline names it.
 _REST = {
@@ -38,8 +38,9 @@ def measured_step(traced: Traced) -> list[Html]:
     shown, _, _ = traced.slowest
     plan = shown.measured.plan
     text = (
-        f"planned and measured: {plan.name}, {plan.num_microbatches:,} microbatches; step "
-        f"{traced.step:,}, the median of {traced.num_steps:,} traced in layout {traced.layout}"
+        f"planned and measured: {traced.layout}, {plan.num_microbatches:,} "
+        f"microbatch{'es' * (plan.num_microbatches > 1)}; step {traced.step:,}, the median of "
+        f"{traced.num_steps:,} traced"
     )
     findings = [tag("li", sentence) for sentence in sentences(traced)]
     return [
@@ -60,9 +61,10 @@ def sentences(traced: Traced) -> list[str]:
     idle = {c: _mean(traced, c) for c in CAUSES}
     worst = max(idle, key=lambda c: idle[c])
     total = sum(idle.values())
+    name = _ABOUT[worst] if worst == CAUSES[-1] else worst
     found = [
-        f"Of {_ms(step)} a rank computes {1 - total / step:.0%} on average; most of the rest, "
-        f"{idle[worst] / step:.0%}, is lost to {worst}."
+        f"Of {_ms(step)} a rank computes {1 - total / step:.0%} on average; the largest loss, "
+        f"{idle[worst] / step:.0%}, is {name}."
     ]
     pipeline, stage, times = traced.slowest
     rank = pipeline.ranks[pipeline.measured.plan.rank_of[stage]]
