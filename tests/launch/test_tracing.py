@@ -10,6 +10,7 @@ import pytest
 
 from launch.build import build
 from launch.page import read_run
+from launch.tracing import TraceFiles
 from megalite.mesh import Mesh, Transport
 from megalite.parallel_config import mesh_shape
 from megalite.report.measured import read_traces
@@ -90,3 +91,19 @@ def losses(transport: Transport, trace: bool) -> list[float]:
 
 def test_tracing_changes_no_number() -> None:
     assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
+
+
+def test_a_run_that_fails_leaves_what_it_has_and_asks_nobody(tmp_path: Path) -> None:
+    cfg = config(GPT2)
+    cfg = replace(cfg, run=replace(cfg.run, trace=True, dir=str(tmp_path)))
+    training = build(cfg, Mesh.single())
+    with pytest.raises(FloatingPointError), TraceFiles(training):
+        with training.trace.step(1):
+            training.step(batch_of(cfg, 0, 0, 1), 1e-2)
+        # Any collective from here on would fail.
+        object.__setattr__(training.mesh.world, "all_reduce", None)
+        raise FloatingPointError
+    whole = json.loads(file_of(tmp_path / "trace", 0).read_text())
+    assert whole["otherData"]["clock"]["drift_s"] is None
+    traced = read_traces(tmp_path / "trace")
+    assert traced is not None and traced.step == 1
