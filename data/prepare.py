@@ -25,6 +25,7 @@ from data.tokenizer import Tokenizer, train_tokenizer
 from megalite.errors import ConfigError
 
 EMBEDDED = "embedded"
+EMBEDDED_PATH = "corpora/embedded"
 """The last part of a directory's name that stands for the embedded corpus."""
 
 EMBEDDED_VOCAB = 2048
@@ -92,7 +93,7 @@ def prepare_default(
 
 
 def ensure_prepared(cfg: DataConfig, *, say: Say = say_aloud) -> None:
-    """Prepare the embedded corpus where ``data.path`` names it and it is not there.
+    """Prepare the embedded corpus where ``data.path`` is ``corpora/embedded`` and it is not there.
 
     Every process of a job may call this, before any process group exists: the first on each disk
     prepares, the others say what they wait for. Other missing directories are left to whoever
@@ -102,7 +103,7 @@ def ensure_prepared(cfg: DataConfig, *, say: Say = say_aloud) -> None:
         ConfigError: if it cannot be prepared there.
     """
     for _, directory in sources(cfg):
-        if Path(directory).name == EMBEDDED and not (Path(directory) / MANIFEST).exists():
+        if Path(directory) == Path(EMBEDDED_PATH) and not Path(directory, MANIFEST).exists():
             try:
                 prepare_default(directory, say=say)
             except ConfigError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from launch.config import World
+from launch.config import World, report_config_error
+from megalite.errors import ConfigError
 from megalite.mesh import Mesh, TorchTransport, backend_of, local_device
 from megalite.mesh_shape import MeshShape
 
@@ -31,6 +34,7 @@ def joined(shape: MeshShape, world: World, limit_s: float = COLLECTIVE_LIMIT_S) 
     the process at exit.
     """
     device = local_device(world.local_rank)
+    end_with_launcher()
     if world.size == 1:
         yield Mesh.single(device)
         return
@@ -41,6 +45,16 @@ def joined(shape: MeshShape, world: World, limit_s: float = COLLECTIVE_LIMIT_S) 
     dist.barrier()
     mesh.close()
     dist.destroy_process_group()
+
+
+def end_with_launcher() -> None:
+    """Have the kernel end this process when torchrun's agent dies, even by kill -9 (Linux)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig, parent = 1, os.getppid()
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
 
 
 def _init(device: torch.device, world: World, limit_s: float) -> None:
@@ -72,11 +86,16 @@ def share_text(mesh: Mesh) -> Callable[[str], list[str]]:
 
 
 def die(error: BaseException, world: World) -> NoReturn:
-    """End this process now, with the error as the last thing that it prints.
+    """End this process now, with the error as the last thing that it prints; 2 for bad input.
 
     No clean-up: the other ranks are in the middle of messages with this one. The launcher ends
     them when it sees this one gone, and repeats the error from the file that it named.
     """
+    if isinstance(error, ConfigError):
+        try:
+            report_config_error(error)
+        except SystemExit:
+            os._exit(2)
     text = "".join(traceback.format_exception(error))
     where = f"rank {world.rank} (local rank {world.local_rank})"
     sys.stdout.flush()

@@ -20,9 +20,7 @@ from data.tokenizer import Tokenizer
 from launch.build import SUM_DTYPES, Training, build, describe
 from launch.config import (
     Config,
-    World,
     check,
-    check_same_run,
     load_config,
     report_config_error,
     resolve_vocab,
@@ -31,6 +29,7 @@ from launch.config import (
 from launch.figures import Figures
 from launch.job import die, joined, share_text
 from launch.record import Recorder
+from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
 from launch.tracing import TraceFiles
@@ -50,13 +49,16 @@ def main(argv: list[str]) -> None:
         ensure_prepared(cfg.data)
         train_data, held_out, tokenizer = open_data(cfg)
         cfg = resolve_vocab(cfg, tokenizer.vocab_size)
-        check_run_dir(cfg, world)
+        check_named_checkpoint(cfg)
+        told = check_run_dir(cfg, train_data)
+        if world.rank == 0:
+            print("\n".join(told), end="\n" if told else "", flush=True)
     except ConfigError as error:
         report_config_error(error)
     try:
         with joined(mesh_shape(cfg.parallel, world.size), world) as mesh:
             run(cfg, mesh, train_data, held_out, tokenizer)
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         die(error, world)
 
 
@@ -71,15 +73,6 @@ def open_data(cfg: Config) -> tuple[Mixture, list[TokenDataset], Tokenizer]:
     for dataset in train_data.datasets:
         check_tokenizer(dataset, tokenizer)
     return train_data, held_out, tokenizer
-
-
-def check_run_dir(cfg: Config, world: World) -> None:
-    """Refuse a run dir that holds another run."""
-    saved = Path(cfg.run.dir, "config.yaml")
-    if saved.exists():
-        for name, old, new in check_same_run(cfg, saved):
-            if world.rank == 0:
-                print(f"taking up {cfg.run.dir} with {name} {new} (was {old})", flush=True)
 
 
 def run(
@@ -100,7 +93,8 @@ def run(
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     figures = Figures(cfg, mesh, training.plan, training.trace)
-    with Recorder(cfg, mesh, position, figures) as recorder, loader, TraceFiles(training):
+    recorder = Recorder(cfg, mesh, position, figures, train_data)
+    with recorder, loader, TraceFiles(training):
         recorder.say(describe(training))
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
@@ -111,12 +105,13 @@ def run(
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))
             if is_due(step, cfg.train.eval_every, last):
-                limit = 0 if step == cfg.train.steps else cfg.train.eval_batches
+                limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
             recorder.resume_clock()
         if cfg.train.eval_every and last == cfg.train.steps:
-            text = tokenizer.decode(sample(training, [tokenizer.eod], 200, seed=cfg.train.seed))
+            start, vocab = [tokenizer.eod], tokenizer.vocab_size
+            text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))
             recorder.say(f"\nsampled from the model:\n\n{text}\n")
         recorder.say(f"files of this run: {cfg.run.dir}")
 

@@ -8,15 +8,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from data.dataset import Mixture
 from launch.config import Config
 from launch.figures import Figures
 from launch.page import write_page
 from launch.progress import Progress
+from launch.run_dir import write_run_dir
 from launch.state import Position
 from launch.tracking import Tracker
-from megalite.config import to_yaml
 from megalite.mesh import Mesh
-from megalite.metrics import EvalRecord, EventLog, Lagged, MetricsLog, Reading, StepRecord
+from megalite.metrics import (
+    EvalRecord,
+    EventLog,
+    Lagged,
+    MetricsLog,
+    Reading,
+    RunLock,
+    StepRecord,
+)
 from megalite.optim.clip import StepTotals
 
 
@@ -27,7 +36,9 @@ class Recorder:
     A step's numbers are read from the device one step later.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, position: Position, figures: Figures) -> None:
+    def __init__(
+        self, cfg: Config, mesh: Mesh, position: Position, figures: Figures, data: Mixture
+    ) -> None:
         self._figures = figures
         self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
         self._position, self._lagged = position, Lagged()
@@ -36,9 +47,9 @@ class Recorder:
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
         if mesh.rank == 0:
-            run = cfg.run
-            log = MetricsLog.open(run.dir, position.step)
-            Path(run.dir, "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+            run, lock = cfg.run, RunLock(cfg.run.dir)
+            write_run_dir(cfg, data)
+            log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
         self.event("start", step=position.step, layout=self.layout)

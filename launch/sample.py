@@ -17,6 +17,7 @@ def sample(
     training: Training,
     prompt: Sequence[int],
     max_new_tokens: int,
+    vocab_size: int,
     *,
     temperature: float = 0.7,
     seed: int = 0,
@@ -24,6 +25,7 @@ def sample(
 ) -> list[int]:
     """Token ids that go on from ``prompt`` (not empty); collective, the same on every rank.
 
+    Only the first ``vocab_size`` ids are drawn: the tokenizer's, of which the model may have more.
     Draw number i depends on (seed, i) only. ``temperature`` 0 takes the likeliest token. Stops
     before a token for which ``stop`` is true.
     """
@@ -35,7 +37,7 @@ def sample(
         padded = torch.tensor(window + [0] * (length - len(window)), device=mesh.device)
         out = training.forward(Batch(padded.view(1, 1, length), None))
         if out is not None:
-            logits = _whole(training, out[len(window) - 1, 0])
+            logits = _whole(training, out[len(window) - 1, 0])[:vocab_size]
             chosen.fill_(_draw(logits, temperature, stream_key(seed, "sample"), place))
         mesh.pp.broadcast(chosen, training.plan.rank_of[-1]).wait()
         token = int(chosen)

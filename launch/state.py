@@ -35,7 +35,11 @@ def save_state(training: Training, position: Position, directory: Path, share: S
     """Write a checkpoint of this position and remove those that are no longer kept; collective."""
     cfg, mesh = training.cfg, training.mesh
     mine = (p for p in state_pieces(training) if mesh.dp.index == 0)
-    extra = {"position": asdict(position), "layout": str(mesh.shape)}
+    extra = {
+        "position": asdict(position),
+        "layout": str(mesh.shape),
+        "model": asdict(cfg.model),
+    }
     path = save(
         directory,
         position.step,

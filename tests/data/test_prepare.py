@@ -17,7 +17,7 @@ from data.config import DataConfig
 from data.dataset import TokenDataset
 from data.files import hash_file
 from data.manifest import verify
-from data.prepare import EMBEDDED, ensure_prepared, prepare, prepare_default
+from data.prepare import EMBEDDED, EMBEDDED_PATH, ensure_prepared, prepare, prepare_default
 from data.sources import DatasetSource
 from data.split import Packing, split_texts
 from data.tokenizer import Tokenizer, train_tokenizer
@@ -215,22 +215,26 @@ def test_only_the_embedded_corpus_is_prepared_by_itself(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("data.prepare.prepare_default", lambda out, say: asked.append(str(out)))
-    embedded = str(tmp_path / EMBEDDED)
-    ensure_prepared(DataConfig(path=(str(tmp_path / "mine"), f"0.5:{embedded}")))
+    monkeypatch.chdir(tmp_path)
+    embedded = EMBEDDED_PATH
+    # A mistyped path must not be answered with another text than the one that was meant.
+    others = ("mine", "typo/embedded", str(tmp_path / "corpora/embedded"), "x:corpora/embedded")
+    ensure_prepared(DataConfig(path=(*others, f"0.5:{embedded}")))
     assert asked == [embedded]
-    (tmp_path / EMBEDDED).mkdir()
-    (tmp_path / EMBEDDED / "manifest.json").write_text("{}")
+    Path(embedded).mkdir(parents=True)
+    Path(embedded, "manifest.json").write_text("{}")
     ensure_prepared(DataConfig(path=(embedded,)))
     assert asked == [embedded]
 
 
 def test_a_place_where_the_embedded_corpus_cannot_be_is_an_error_of_data_path(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / EMBEDDED).mkdir()
-    (tmp_path / EMBEDDED / "mine").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    Path(EMBEDDED_PATH).mkdir(parents=True)
+    Path(EMBEDDED_PATH, "mine").write_text("x")
     with pytest.raises(ConfigError, match="data.path: .*embedded exists and holds no prepared"):
-        ensure_prepared(DataConfig(path=(str(tmp_path / EMBEDDED),)))
+        ensure_prepared(DataConfig(path=(EMBEDDED_PATH,)))
 
 
 SLOW = """

@@ -1,13 +1,27 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.launch.command import SMALL, TINY, TRAIN, launcher, metrics, override, run, train
+from megalite.metrics import RunLock
+from tests.launch.command import (
+    ROOT,
+    SMALL,
+    TINY,
+    TRAIN,
+    launcher,
+    metrics,
+    override,
+    run,
+    train,
+)
 
 EQUAL = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "skipped")
 THREE_D = [
@@ -169,3 +183,86 @@ def test_a_clean_run_leaves_no_process_and_says_nothing_alarming(tmp_path: Path)
 def test_help_is_readable_and_starts_nothing() -> None:
     done = run([sys.executable, TRAIN, "--help"])
     assert done.code == 0 and "--parallel.tp" in done.output
+
+
+def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("somebody's\n")
+    done = train(1, tmp_path, "--train.steps", "1")
+    assert done.code == 2 and "run.dir" in done.output and "metrics.jsonl" in done.output
+    assert (tmp_path / "metrics.jsonl").read_text() == "somebody's\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_without_its_config_is_not_taken_up(tmp_path: Path) -> None:
+    steps = ["--train.steps", "2", "--checkpoint.every", "1"]
+    assert train(1, tmp_path, *steps, "--run.stop_at", "1").code == 0
+    (tmp_path / "config.yaml").unlink()
+    done = train(1, tmp_path, *steps, "--optim.lr", "0.5")
+    assert done.code == 2 and "checkpoints" in done.output and "config.yaml" in done.output
+
+
+def test_shards_that_were_prepared_anew_are_not_mistaken_for_the_old(tmp_path: Path) -> None:
+    def prepare(word: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("\n".join(f"{word} number {i}" for i in range(3000)))
+        command = ["tools/prepare_data.py", "--source", str(text), "--out", str(tmp_path / "mine")]
+        done = run([sys.executable, *command, "--tokenizer", "corpora/embedded/tokenizer.model"])
+        assert done.code == 0, done.output
+
+    prepare("first")
+    steps = ["--train.steps", "2", "--checkpoint.every", "1", "--data.path", str(tmp_path / "mine")]
+    assert train(1, tmp_path / "run", *steps, "--run.stop_at", "1").code == 0
+    shutil.rmtree(tmp_path / "mine")
+    prepare("second")
+    done = train(1, tmp_path / "run", *steps)
+    assert done.code == 2 and "data.path" in done.output and "prepared anew" in done.output
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_one_that_fits_is_taken(
+    tmp_path: Path,
+) -> None:
+    steps = ["--train.steps", "2", "--checkpoint.every", "1"]
+    assert train(1, tmp_path / "a", *steps).code == 0
+    resume = ["--checkpoint.resume", str(tmp_path / "a/checkpoints/step_00000001")]
+    done = train(1, tmp_path / "b", *steps, *resume, "--model.num_layers", "2")
+    assert done.code == 2 and "model.num_layers" in done.output and not (tmp_path / "b").exists()
+    assert train(1, tmp_path / "b", *steps, *resume).code == 0
+    assert metrics(tmp_path / "b")[-1]["loss"] == metrics(tmp_path / "a")[-1]["loss"]
+    nowhere = train(1, tmp_path / "c", *steps, "--checkpoint.resume", str(tmp_path))
+    assert nowhere.code == 2 and "checkpoint.resume" in nowhere.output
+
+
+def test_a_model_may_have_more_rows_than_the_tokenizer_has_tokens(tmp_path: Path) -> None:
+    flags = ["--model.vocab_size", "5000", "--train.steps", "1", "--train.eval_every", "1"]
+    done = train(1, tmp_path, *flags, "--train.eval_batches", "1")
+    assert done.code == 0 and "sampled from the model" in done.output, done.output
+
+
+def test_kill_9_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [*launcher(2), TRAIN, *TINY, *SMALL, "--run.dir", str(out)]
+    flags = ["--train.steps", "100000", "--parallel.pp", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        override(command, flags),
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    deadline = time.monotonic() + 90
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(processes_naming(str(out))) >= 3
+    job.kill()
+    job.wait()
+    while processes_naming(str(out)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_naming(str(out))
+
+
+def test_two_jobs_in_one_run_dir_are_told_apart(tmp_path: Path) -> None:
+    with closing(RunLock(tmp_path / "run")):
+        done = train(1, tmp_path / "run", "--train.steps", "1")
+    assert done.code == 2 and "is written by process" in done.output
+    assert "Traceback" not in done.output

@@ -1,0 +1,88 @@
+"""The directory of a run: what says which run it holds, and who may take it up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from data.dataset import Mixture
+from data.files import hash_file, write_whole
+from data.manifest import MANIFEST
+from launch.config import Config, check_same_run
+from megalite.checkpoint.load import open_checkpoint
+from megalite.config import to_yaml
+from megalite.errors import CheckpointError, ConfigError
+
+CONFIG, DATA = "config.yaml", "data.json"
+_TRACES = ("checkpoints", "metrics.jsonl", "eval.jsonl", "events.jsonl")
+
+
+def data_identity(data: Mixture) -> list[str]:
+    """A hash of each data set's manifest, which itself has those of the shards."""
+    return [hash_file(dataset.directory / MANIFEST) for dataset in data.datasets]
+
+
+def check_run_dir(cfg: Config, data: Mixture) -> list[str]:
+    """Whether this run may write in ``run.dir``; before anything starts.
+
+    Returns:
+        what differs and may, for the log.
+    Raises:
+        ConfigError: if the directory holds another run, other data, or something else.
+    """
+    folder = Path(cfg.run.dir)
+    if not (folder / CONFIG).exists():
+        found = [name for name in _TRACES if (folder / name).exists()]
+        if found:
+            raise ConfigError(
+                "run.dir",
+                f"{folder} has {' and '.join(found)} but no {CONFIG} that says of which run",
+                "Name another directory, or put the run's config.yaml back",
+            )
+        return []
+    told = [
+        f"taking up {folder} with {name} {new} (was {old})"
+        for name, old, new in check_same_run(cfg, folder / CONFIG)
+    ]
+    if (folder / DATA).exists():
+        before = json.loads((folder / DATA).read_text(encoding="utf-8"))
+        if before != data_identity(data):
+            raise ConfigError(
+                "data.path",
+                f"the shards are not those that {folder} began with: they were prepared anew",
+                "Put the old shards back, or begin in another --run.dir",
+            )
+    return told
+
+
+def write_run_dir(cfg: Config, data: Mixture) -> None:
+    """Say which run this directory holds; the first thing that a run writes."""
+    folder = Path(cfg.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / DATA, json.dumps(data_identity(data)).encode())
+    write_whole(folder / CONFIG, to_yaml(cfg).encode())
+
+
+def check_named_checkpoint(cfg: Config) -> None:
+    """Whether the directory of ``checkpoint.resume``, if one is named, fits the model.
+
+    Raises:
+        ConfigError: if it is no checkpoint, or of a model of another shape.
+    """
+    if cfg.checkpoint.resume in ("auto", "none"):
+        return
+    try:
+        stored = open_checkpoint(Path(cfg.checkpoint.resume), verify="none").extra.get("model", {})
+    except CheckpointError as error:
+        fix = "Name the directory of a checkpoint, such as RUN/checkpoints/step_00000010"
+        raise ConfigError("checkpoint.resume", str(error), fix) from error
+    ours = asdict(cfg.model)
+    for name, value in stored.items():
+        if name not in ("preset", "dropout", "init_std") and ours.get(name, value) != value:
+            raise ConfigError(
+                f"model.{name}",
+                f"the checkpoint {cfg.checkpoint.resume} is of a model with {name} {value}, "
+                f"not {ours[name]}",
+                f"Use --model.{name} {value}, or another checkpoint",
+            )
