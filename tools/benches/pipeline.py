@@ -11,6 +11,7 @@ from megalite.schedule.generators import SCHEDULES, build_schedule
 from megalite.schedule.lower import lower
 from megalite.schedule.simulate import simulate
 from megalite.schedule.validate import validate
+from tools.benches import gpt
 from tools.benches.clock import Contestant, slowest, time_in_turn
 from tools.benches.ranks import run_ranks
 from tools.benches.rows import Goal, Row, Sample
@@ -31,7 +32,8 @@ ZERO_BUBBLE = ("zb_h1", "zb_v", "dualpipe_v")
 
 
 def run() -> list[Row]:
-    return [row for pp in RACES for row in sleep_rows(pp, race(pp))]
+    rows = [row for pp in RACES for row in sleep_rows(pp, race(pp))]
+    return rows + gpt_rows(slowest(run_ranks(2, gpt.race, gpt.MODEL, REPETITIONS)))
 
 
 def plans(pp: int) -> list[Plan]:
@@ -112,4 +114,21 @@ def sleep_rows(pp: int, found: Race) -> list[Row]:
             mine = found.ours[name].scaled(1e3)
             what = f"{name} pp {pp}, ms: beside torch 1f1b"
             rows.append(Row(what, mine, one, Goal("at least", 1.08), inverse=True))
+    return rows
+
+
+def gpt_rows(found: dict[str, Sample]) -> list[Row]:
+    """Real compute in tokens/s: pipelines beside one process, and 1F1B beside torch's."""
+    rate = {name: sample.rate(gpt.TOKENS) for name, sample in found.items()}
+    one, peer = rate["one"], rate["torch 1f1b"]
+    rows = [
+        Row("GPT two processes, tokens/s: beside one", rate["two"].scaled(2), one),
+        Row("GPT torch 1f1b pp 2, tokens/s: beside one process", peer, one),
+    ]
+    for name in gpt.LAYOUTS:
+        if f"ours {name}" in rate:
+            what = f"GPT {name} pp 2, tokens/s: beside"
+            goal = Goal("at least", 1.62) if name == "1f1b" else None
+            rows.append(Row(f"{what} one process", rate[f"ours {name}"], one, goal))
+            rows.append(Row(f"{what} torch 1f1b", rate[f"ours {name}"], peer))
     return rows
