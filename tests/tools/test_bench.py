@@ -134,7 +134,7 @@ def stub_race(pp: int) -> pipeline.Race:
 @pytest.mark.parametrize("pp", pipeline.RACES)
 def test_the_rows_of_a_race_are_beside_theory_and_beside_torch(pp: int) -> None:
     rows = {row.what: row for row in pipeline.sleep_rows(pp, stub_race(pp))}
-    beside = rows[f"1f1b pp {pp}, ms: beside theory x sleeps alone"]
+    beside = rows[f"1f1b pp {pp}, ms: beside theory x floor"]
     assert beside.ratio == pytest.approx(1.0) and str(beside.goal) == "<= 1.03"
     assert beside.ours.median == pytest.approx(480 + 30 * (pp - 1))
     torch = rows[f"1f1b pp {pp}, ms: beside torch"]

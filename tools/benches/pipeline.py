@@ -27,7 +27,7 @@ RACES = {
 }
 """pp -> what runs there, of the schedules that are registered."""
 THEORY = {"1f1b": 1.03, "zb_v": 1.05, "dualpipe_v": 1.05}
-"""Most time over that of the simulator on sleeps without messages."""
+"""Most time over that of the simulator on stages that overshoot as those of the floor do."""
 ZERO_BUBBLE = ("zb_h1", "zb_v", "dualpipe_v")
 
 
@@ -102,7 +102,7 @@ def sleep_rows(pp: int, found: Race) -> list[Row]:
         due = least.scaled(1e3 * theory(plan) / ideal)
         what = f"{name} pp {pp}, ms"
         goal = Goal("at most", limit) if limit else None
-        rows.append(Row(f"{what}: beside theory x sleeps alone", mine, due, goal))
+        rows.append(Row(f"{what}: beside theory x floor", mine, due, goal))
         if name in found.peer:
             peer = found.peer[name].scaled(1e3)
             split = name in ZERO_BUBBLE

@@ -161,13 +161,14 @@ def torch_step(mesh: Mesh, plan: Plan, times: Times) -> Contestant:
 
 
 def floor(num_microbatches: int, chunks: int, times: Times) -> Contestant:
-    """One rank's sleeps of a step and nothing else."""
-    each = times.shared(chunks)
-    naps = (each.forward, each.input_grad, each.weight_grad)
+    """One rank's stages in a plain loop: every sleep of a step and autograd's own time, but no
+    messages, no waiting and no engine."""
+    stages = [SleepStage(times.shared(chunks)) for _ in range(chunks)]
+    x, grad = torch.zeros(1, HIDDEN, requires_grad=True), torch.ones(1, HIDDEN)
 
     def step() -> None:
-        for _ in range(num_microbatches * chunks):
-            for nap in naps:
-                time.sleep(nap)
+        for _ in range(num_microbatches):
+            for stage in stages:
+                torch.autograd.backward([stage(x)], [grad])
 
     return step
