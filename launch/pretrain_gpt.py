@@ -29,6 +29,7 @@ from launch.config import (
     world_from_env,
 )
 from launch.job import die, joined, share_text
+from launch.profile import TIMED_STEPS, resolve_partition, stage_times
 from launch.record import Recorder
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
@@ -85,7 +86,8 @@ def run(
 ) -> None:
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
-    training = build(cfg, mesh)
+    cfg, profile = resolve_partition(cfg, mesh)
+    training = build(cfg, mesh, timed=profile is not None)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
@@ -99,11 +101,15 @@ def run(
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     with Recorder(cfg, mesh, position) as recorder, loader:
         recorder.say(describe(training))
+        if profile:
+            recorder.say(profile.profile())
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
             recorder.say(f"going on from {found.path}")
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
+            if profile and step == position.step + TIMED_STEPS:
+                recorder.say(profile.table(stage_times(training)))
             if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))

@@ -169,3 +169,33 @@ def test_a_clean_run_leaves_no_process_and_says_nothing_alarming(tmp_path: Path)
 def test_help_is_readable_and_starts_nothing() -> None:
     done = run([sys.executable, TRAIN, "--help"])
     assert done.code == 0 and "--parallel.tp" in done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_gpt2_small_trains_at_full_length_in_tp_and_pp(alone: Path, tmp_path: Path) -> None:
+    """After ``alone``, the embedded corpus lies packed where the small configuration has it."""
+    flags = {
+        "--config": "launch/configs/gpt2_124m.yaml",
+        "--data.path": "corpora/embedded",
+        "--parallel.tp": "2",
+        "--parallel.pp": "2",
+        "--parallel.sequence_parallel": "True",
+        "--parallel.partition": "balanced",
+        "--train.steps": "50",
+        "--train.global_batch_size": "2",
+        "--train.micro_batch_size": "1",
+        "--train.eval_every": "0",
+        "--optim.warmup_steps": "5",
+        "--checkpoint.every": "0",
+        "--run.dir": str(tmp_path),
+        "--run.wandb": "disabled",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    done = run([*launcher(4), TRAIN, *words], timeout_s=3500)
+    assert done.code == 0, done.output
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 51))
+    losses = [line["loss"] for line in lines]
+    assert losses[0] == pytest.approx(10.8, abs=0.3)  # log of 50257 words
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
