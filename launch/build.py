@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.config import Config, num_microbatches
+from launch.partition import layers_of
 from megalite.clock import clock_of
 from megalite.data_parallel.bucket import FlatParameters
 from megalite.data_parallel.reducer import GradReducer
@@ -20,11 +21,11 @@ from megalite.optim.clip import StepTotals, step_totals
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
 from megalite.pipeline.stage import Stage
+from megalite.pipeline.timed import TimedStage
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
 from megalite.schedule.generators import build_schedule, forward_only
 from megalite.schedule.lower import lower
-from megalite.schedule.placement import place_layers
 from megalite.schedule.validate import validate
 from megalite.tensor_parallel.cross_entropy import IGNORE
 from megalite.tensor_parallel.linear import Layout
@@ -115,17 +116,30 @@ def loss_constant(cfg: Config) -> float:
     return float(cfg.train.global_batch_size * cfg.model.seq_length)
 
 
-def build(cfg: Config, mesh: Mesh) -> Training:
+@dataclass
+class Held:
+    """What a rank holds in memory from step to step: its stages in flat buffers, the gradients'
+    sums and the optimizer's state."""
+
+    gpt: dict[int, GPTStage]
+    flat: FlatParameters
+    reducer: GradReducer
+    optimizer: AdamW
+
+
+def build(cfg: Config, mesh: Mesh, *, timed: bool = False) -> Training:
     """Plan, model with its initial weights, reducer and optimizer for this rank.
 
-    Collective over the mesh (the channels of the pipeline are groups).
+    Collective over the mesh (the channels of the pipeline are groups). ``timed`` stages note how
+    long each of their passes takes.
     """
     plan = make_plan(cfg, mesh.shape.dp)
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
-    gpt = build_stages(cfg, mesh, plan)
+    held = hold(cfg, mesh, plan, trace)
+    kind = TimedStage if timed else Stage
     stages = {
-        s: Stage(
+        s: kind(
             module,
             s,
             plan.num_stages,
@@ -134,16 +148,28 @@ def build(cfg: Config, mesh: Mesh) -> Training:
             mesh.device,
             1.0 / loss_constant(cfg),
         )
-        for s, module in gpt.items()
+        for s, module in held.gpt.items()
     }
+    executor = Executor(mesh.pp.index, stages, channels, trace)
+    return Training(
+        cfg, mesh, plan, held.gpt, executor, held.flat, held.reducer, held.optimizer, trace
+    )
+
+
+def hold(cfg: Config, mesh: Mesh, plan: Plan, trace: Trace | None = None) -> Held:
+    """A rank's stages with their initial weights, and what updates them. Sends nothing.
+
+    With ``Mesh.at`` on the device ``meta`` it takes no memory: what any rank of any layout would
+    hold.
+    """
+    gpt = build_stages(cfg, mesh, plan)
     flat = FlatParameters({s: list(module.parameters()) for s, module in gpt.items()})
-    initialize(flat.parameters(), cfg.train.seed)
+    if mesh.device.type != "meta":
+        initialize(flat.parameters(), cfg.train.seed)
     reducer = GradReducer(flat, mesh, trace)
     for module in gpt.values():
         module.layout.sink.on_ready = reducer.grad_ready
-    executor = Executor(mesh.pp.index, stages, channels, trace)
-    optimizer = AdamW(flat, cfg.optim)
-    return Training(cfg, mesh, plan, gpt, executor, flat, reducer, optimizer, trace)
+    return Held(gpt, flat, reducer, AdamW(flat, cfg.optim))
 
 
 def open_trace(cfg: Config, mesh: Mesh) -> Trace:
@@ -171,16 +197,6 @@ def forward_plan(rank_of: tuple[int, ...], num_microbatches: int) -> Plan:
     return lower(forward_only(rank_of, num_microbatches))
 
 
-def layers_of(cfg: Config, num_stages: int) -> tuple[range, ...]:
-    """Stage -> its layers."""
-    partition = cfg.parallel.partition
-    return place_layers(
-        [1.0] * cfg.model.num_layers,
-        num_stages,
-        mode="uniform" if isinstance(partition, str) else partition,
-    )
-
-
 def build_stages(
     cfg: Config,
     mesh: Mesh,
@@ -188,7 +204,7 @@ def build_stages(
     make_sink: Callable[[], GradSink] = GradSink,
 ) -> dict[int, GPTStage]:
     """This rank's stages, on its device, with their memory but no values yet."""
-    ranges = layers_of(cfg, plan.num_stages)
+    ranges = layers_of(cfg, plan)
     last, mine = plan.num_stages - 1, plan.stages_of(mesh.pp.index)
     split_tie = cfg.model.tied_embeddings and plan.rank_of[0] != plan.rank_of[last]
     found: dict[int, GPTStage] = {}
@@ -223,7 +239,7 @@ def describe(training: Training) -> str:
     apex = apex_state() if cfg.optim.backend == "auto" else "absent"
     stages = [
         f"stage {s} on pp {training.plan.rank_of[s]}: {_layers(layers)}"
-        for s, layers in enumerate(layers_of(cfg, training.plan.num_stages))
+        for s, layers in enumerate(layers_of(cfg, training.plan))
     ]
     lines = [
         shape.table(),

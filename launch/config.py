@@ -108,7 +108,6 @@ UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("model.dropout", ()),
     ("parallel.zero1", (True,)),
     ("parallel.recompute", ("selective", "full")),
-    ("parallel.partition", ("balanced", "profile")),
     ("parallel.reconfigure", ()),
     ("data.reset_at_document", (True,)),
     ("train.dtype", ("fp16",)),

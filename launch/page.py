@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launch.build import layers_of, make_plan
+from launch.build import make_plan
 from launch.config import Config, load_config
+from launch.partition import layers_of
 from megalite.errors import ConfigError
 from megalite.parallel_config import mesh_shape
 from megalite.report.history import read_history
@@ -76,7 +77,7 @@ def layout(cfg: Config, text: str) -> Layout | None:
         return None
     dp, parallel = int(found[1]), cfg.parallel
     shape, plan = mesh_shape(parallel, dp * parallel.tp * parallel.pp), make_plan(cfg, dp)
-    return Layout(shape, plan, layers_of(cfg, plan.num_stages))
+    return Layout(shape, plan, layers_of(cfg, plan))
 
 
 def write(path: Path, text: str) -> None:

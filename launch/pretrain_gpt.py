@@ -28,6 +28,7 @@ from launch.config import (
 )
 from launch.figures import Figures
 from launch.job import die, joined, share_text
+from launch.profile import TIMED_STEPS, resolve_partition, stage_times
 from launch.record import Recorder
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
@@ -80,7 +81,8 @@ def run(
 ) -> None:
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
-    training = build(cfg, mesh)
+    cfg, profile = resolve_partition(cfg, mesh)
+    training = build(cfg, mesh, timed=profile is not None)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
@@ -96,11 +98,15 @@ def run(
     recorder = Recorder(cfg, mesh, position, figures, train_data)
     with recorder, loader, TraceFiles(training):
         recorder.say(describe(training))
+        if profile:
+            recorder.say(profile.profile())
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
             recorder.say(f"going on from {found.path}")
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
+            if profile and step == position.step + TIMED_STEPS:
+                recorder.say(profile.table(stage_times(training)))
             if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))

@@ -186,6 +186,17 @@ class Mesh:
         return mesh
 
     @classmethod
+    def at(cls, shape: MeshShape, rank: int, device: torch.device | None = None) -> Mesh:
+        """The place of any rank of any shape, without groups: nothing can be sent."""
+        coords = shape.coords(rank)
+        axes = {a: Axis(a, coords[a], shape.size(a)) for a in AXES}
+        axes["tie"] = Axis("tie")
+        axes["world"] = Axis("world", rank, shape.world_size)
+        mesh = cls(shape, None, axes)
+        mesh.device = device or mesh.device
+        return mesh
+
+    @classmethod
     def create(cls, shape: MeshShape, transport: Transport, first_rank: int = 0) -> Mesh:
         """Create every group of ``shape``; collective over the transport's whole world.
 

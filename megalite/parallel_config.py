@@ -33,7 +33,7 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed a second time in the backward pass to save memory."""
     partition: Literal["uniform", "balanced", "profile"] | tuple[int, ...] = "uniform"
-    """How layers are spread over stages: by a rule, or the number of layers of each stage."""
+    """How layers are spread over stages: evenly, by formula, as measured, or each stage's count."""
     rank_order: str = "pp,dp,tp"
     """The axes from the slowest to the fastest varying with the rank."""
     reconfigure: tuple[str, ...] = ()
@@ -54,6 +54,7 @@ class ModelFacts:
     tied: bool = True
 
 
+_ENDS = 2  # embedding and head
 _MODEL_FIELDS = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -99,7 +100,9 @@ def problems(
     """Every rule that a layout breaks; an empty list means that it can be run.
 
     A global batch that micro_batch_size x dp does not divide is legal: the last microbatch's
-    missing rows are ignored tokens. So is one layer more on some stages than on others.
+    missing rows are ignored tokens. So is one layer more on some stages than on others. Where the
+    embedding and the head count as layers (balanced, profile) they can fill a stage each, and a
+    list may give a stage nothing at all.
     """
     sizes = [*_sizes(parallel), *_model_sizes(facts)]
     found = [*sizes, *_batch(global_batch_size, micro_batch_size), *_rank_order(parallel)]
@@ -268,15 +271,18 @@ def _tensor(parallel: ParallelConfig, facts: ModelFacts, world: int) -> Iterator
 
 
 def _pipeline(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[ConfigError]:
-    pp, v, layers = parallel.pp, parallel.virtual_stages, facts.num_layers
-    if layers < pp * v:
+    pp, v = parallel.pp, parallel.virtual_stages
+    more = _ENDS if parallel.partition in ("balanced", "profile") else 0
+    layers = facts.num_layers + more
+    if isinstance(parallel.partition, str) and layers < pp * v:
         ways = [f"parallel.pp={layers // v} or less"] if layers >= v else []
         if v > 1 and layers >= pp:
             ways.append(f"parallel.virtual_stages={layers // pp} or less")
-        ways.append(f"model.num_layers={pp * v} or more")
+        ways.append(f"model.num_layers={pp * v - more} or more")
+        ends = ", with embedding and head," if more else ""
         yield ConfigError(
             "parallel.virtual_stages" if v > 1 and layers >= pp else "parallel.pp",
-            f"model.num_layers={layers} are fewer than the {pp * v} stages of "
+            f"model.num_layers={facts.num_layers}{ends} are fewer than the {pp * v} stages of "
             f"pp={pp} x virtual_stages={v}",
             f"Use {', or '.join(ways)}",
         )
@@ -286,7 +292,7 @@ def _partition(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[ConfigEr
     counts, stages, layers = parallel.partition, num_stages(parallel), facts.num_layers
     if isinstance(counts, str):
         return
-    if len(counts) != stages or sum(counts) != layers or min(counts, default=0) < 1:
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 0:
         advice = "Use fewer stages"
         if layers >= stages:
             even = place_layers([1.0] * layers, stages)
@@ -295,7 +301,7 @@ def _partition(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[ConfigEr
             "parallel.partition",
             f"{' '.join(map(str, counts))} has {len(counts)} stages and {sum(counts)} layers; "
             f"pp={parallel.pp} x virtual_stages={parallel.virtual_stages} has {stages} stages, "
-            f"the model has {layers} layers, and a stage needs at least one",
+            f"the model has {layers} layers, and a count is 0 or more",
             f"{advice}, or parallel.partition=uniform",
         )
 
@@ -323,7 +329,8 @@ def _candidates(
     base = replace(parallel, rank_order=_legal_order(parallel))
     names = [n for n in (base.schedule, "1f1b", "interleaved_1f1b") if n in SCHEDULES]
     for tp in (t for t in divisors(world_size) if facts.num_heads % t == 0):
-        for pp in (p for p in divisors(world_size // tp) if p <= facts.num_layers):
+        most = max(facts.num_layers + _ENDS, base.pp)  # a list may leave stages empty
+        for pp in (p for p in divisors(world_size // tp) if p <= most):
             powers = {1 << i for i in range((facts.num_layers // pp).bit_length())}
             for v in sorted({*powers, max(1, base.virtual_stages)}):
                 name = next(n for n in names if SCHEDULES[n].allows(v))

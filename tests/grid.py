@@ -1,4 +1,4 @@
-"""Every rank of a layout in one process: meshes that join nothing, and what each rank holds."""
+"""Every rank of a layout in one process, and what each holds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ from dataclasses import dataclass
 from launch.build import build_stages, make_plan
 from launch.config import Config
 from megalite.data_parallel.bucket import FlatParameters
-from megalite.mesh import Axis, Mesh
-from megalite.mesh_shape import AXES, MeshShape
+from megalite.mesh import Mesh
 from megalite.parallel_config import mesh_shape
 from megalite.rng import initialize
 from model.gpt import GPTStage
-
-
-def mesh_at(shape: MeshShape, rank: int) -> Mesh:
-    """The place of a rank, without groups: sums over an axis are this rank's own part."""
-    at = shape.coords(rank)
-    axes = {a: Axis(a, at[a], shape.size(a)) for a in AXES}
-    axes["tie"] = Axis("tie")
-    axes["world"] = Axis("world", rank, shape.world_size)
-    return Mesh(shape, None, axes)
 
 
 @dataclass
@@ -38,7 +28,7 @@ def hold(cfg: Config, world_size: int) -> list[Held]:
     plan = make_plan(cfg, shape.dp)
     found = []
     for rank in range(world_size):
-        mesh = mesh_at(shape, rank)
+        mesh = Mesh.at(shape, rank)
         gpt = build_stages(cfg, mesh, plan)
         flat = FlatParameters({s: list(module.parameters()) for s, module in gpt.items()})
         initialize(flat.parameters(), cfg.train.seed)

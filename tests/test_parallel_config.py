@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,11 @@ def only(
         (ParallelConfig(pp=3), 3),
         (ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b"), 4),
         (ParallelConfig(pp=2, partition=(1, 3)), 2),
+        (ParallelConfig(pp=3, partition=(0, 4, 0)), 3),
+        (ParallelConfig(pp=6, partition=(0, 1, 1, 1, 1, 0)), 6),
+        (ParallelConfig(pp=8, partition=(0, 1, 1, 0, 1, 1, 0, 0)), 8),
+        (ParallelConfig(pp=6, partition="balanced"), 6),
+        (ParallelConfig(pp=6, partition="profile"), 6),
         (ParallelConfig(tp=1, sequence_parallel=True), 2),
         (ParallelConfig(tp=2, rank_order="tp, dp,pp"), 2),
     ],
@@ -113,11 +119,23 @@ def test_fewer_layers_than_stages() -> None:
     assert "parallel.pp=1 or less, or parallel.virtual_stages=2 or less" in error.fix
 
 
-@pytest.mark.parametrize("partition", [(4,), (1, 2, 1), (2, 3), (0, 4), (-1, 5), ()])
+@pytest.mark.parametrize("partition", [(4,), (1, 2, 1), (2, 3), (0, 3), (-1, 5), ()])
 def test_a_list_of_layer_counts_has_to_fit(partition: tuple[int, ...]) -> None:
     error = only(ParallelConfig(pp=2, partition=partition), 2)
     assert error.field == "parallel.partition" and "Use such as 2 2" in error.fix
-    assert problems(ParallelConfig(pp=2, partition=(3, 1)), TINY, 2) == []
+    for right in ((3, 1), (4, 0), (0, 4)):
+        assert problems(ParallelConfig(pp=2, partition=right), TINY, 2) == []
+
+
+@pytest.mark.parametrize("partition", ["balanced", "profile"])
+def test_embedding_and_head_fill_a_stage_each_where_they_count_as_layers(partition: Any) -> None:
+    error = only(ParallelConfig(pp=7, partition=partition), 7)
+    assert error.problem == (
+        "model.num_layers=4, with embedding and head, are fewer than the 7 stages of "
+        "pp=7 x virtual_stages=1"
+    )
+    assert error.fix == "Use parallel.pp=6 or less, or model.num_layers=5 or more"
+    assert only(ParallelConfig(pp=6), 6).field == "parallel.pp"
 
 
 def test_a_schedule_with_one_stage_a_rank_refuses_more() -> None:
@@ -231,14 +249,12 @@ def legal(p: ParallelConfig, f: ModelFacts, world: int, gbs: int, mbs: int) -> b
     if p.sequence_parallel and f.seq_length / p.tp != f.seq_length // p.tp:
         return False
     stages = [s for _ in range(p.virtual_stages) for s in range(p.pp)]
-    if len(stages) > f.num_layers:
-        return False
     if isinstance(p.partition, tuple):
-        filled = [c for c in p.partition if c > 0]
-        if len(filled) != len(p.partition) or len(filled) != len(stages):
+        layers = [s for s, c in enumerate(p.partition) for _ in range(c)]
+        if len(p.partition) != len(stages) or len(layers) != f.num_layers or -1 in p.partition:
             return False
-        if sum(filled) != f.num_layers:
-            return False
+    elif len(stages) > f.num_layers + (0 if p.partition == "uniform" else 2):
+        return False
     several = {"interleaved_1f1b", "looped_bfs"}
     return p.schedule in several or (
         p.schedule in {"naive", "gpipe", "1f1b"} and p.virtual_stages == 1
@@ -276,8 +292,11 @@ def layouts(draw: st.DrawFn, fault: str) -> tuple[ParallelConfig, ModelFacts, in
         (*counts, 0),
         (counts[0] + 1, *counts[1:]),
         (1, layers - 1),
-        (*counts[:-2], 0, sum(counts[-2:])),
+        (*counts[:-1], -1),
     ]
+    kinds = ["uniform", "balanced", "profile", counts, (*counts[:-2], 0, sum(counts[-2:]))]
+    if len(counts) == 1:
+        kinds.pop()
     right = ["interleaved_1f1b", "looped_bfs", *(["naive", "gpipe", "1f1b"] if v == 1 else [])]
     orders = ["pp,dp,tp,tp", "pp,dp", "pp,dp,x", ""] if "order" in faults else ORDERS
     parallel = ParallelConfig(
@@ -286,7 +305,7 @@ def layouts(draw: st.DrawFn, fault: str) -> tuple[ParallelConfig, ModelFacts, in
         virtual_stages=v,
         schedule=draw(st.sampled_from(["no", "1f1b", "gpipe"] if "schedule" in faults else right)),
         sequence_parallel=draw(st.booleans()),
-        partition=draw(st.sampled_from(off if "counts" in faults else ["uniform", counts])),
+        partition=draw(st.sampled_from(off if "counts" in faults else kinds)),
         rank_order=draw(st.sampled_from(orders)),
     )
     world = number("world", tp * pp * draw(st.integers(1, 3)), st.just(0) | st.integers(0, 24))

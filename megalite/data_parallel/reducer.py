@@ -34,7 +34,8 @@ class GradReducer:
 
     def zero(self, num_microbatches: int) -> None:
         """Begin a step: every sum is zero, and each parameter waits for a gradient a microbatch."""
-        torch._foreach_zero_([b.grad for b in self.flat.buckets])
+        if self.flat.buckets:
+            torch._foreach_zero_([b.grad for b in self.flat.buckets])
         if self._partial is not None:
             self._partial.zero_()
         self._next.clear()

@@ -89,9 +89,10 @@ class AdamW:
             }
             for d in (True, False)
         ]
-        device = flat.buckets[0].weight.device
-        self.backend = choose_backend(cfg.backend, device, self.masters[0].dtype)
-        self.inner = self._make([g for g in groups if g["params"]])
+        # A rank whose stages are empty holds nothing, and torch wants a group all the same.
+        wide = self.masters[0] if self.masters else torch.empty(0)
+        self.backend = choose_backend(cfg.backend, wide.device, wide.dtype)
+        self.inner = self._make([g for g in groups if g["params"]] or groups[:1])
         self._copies = [
             (b.weight, m)
             for b, m in zip(flat.buckets, self.masters, strict=True)
@@ -124,6 +125,8 @@ class AdamW:
         ends before anything is saved). Both are 0-d and stay on the device.
         """
         grads = [b.grad for b in self.flat.buckets]
+        if not grads:
+            return
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
         for group in self.inner.param_groups:
             group["lr"] = lr

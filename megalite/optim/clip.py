@@ -41,7 +41,8 @@ def square_sum(flat: FlatParameters) -> Tensor:
     """
     rows = [b.grad.view(-1, VECTOR) for b in flat.buckets if b.counted]
     if not rows:
-        return torch.zeros((), dtype=torch.float64, device=flat.buckets[0].grad.device)
+        device = flat.buckets[0].grad.device if flat.buckets else None
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = [torch.linalg.vector_norm(r, dim=1).double() for r in rows]
     return torch.stack([n.square().sum() for n in norms]).sum()
 
@@ -67,7 +68,7 @@ def step_totals(
     zero = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
     loss = loss_sum.double() if loss_sum is not None and counts_loss else zero
     tokens = num_tokens.double() if counts_loss else zero
-    squares = square_sum(flat) if mesh.dp.index == 0 else zero
+    squares = square_sum(flat) if mesh.dp.index == 0 and flat.buckets else zero
     vector = torch.stack([loss, tokens, squares])
     mesh.world.all_reduce(vector).wait()
     loss, tokens, squares = vector

@@ -61,12 +61,17 @@ class Stage:
         instead of the output lets the output's memory go as soon as it is sent.
         """
         if not torch.is_grad_enabled():
-            return self.module(x, targets)
+            return self._call(x, targets)
         x = x if self.first else x.detach().requires_grad_()
-        out = self.module(x, targets)
+        out = self._call(x, targets)
         end = torch.autograd.graph.get_gradient_edge(out)
         self._saved[microbatch] = _Saved(x, end)
         return out.detach()
+
+    def _call(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        out = self.module(x, targets)
+        # A stage without layers gives back its input, whose memory the executor uses again.
+        return out.clone() if out is x else out
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """B: all gradients. Returns that of the input, or None on the first stage."""

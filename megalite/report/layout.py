@@ -29,9 +29,10 @@ def layout_table(shape: MeshShape, plan: Plan, layers: Sequence[range]) -> Html:
 def _stage(stage: int, layers: range, num_stages: int) -> Html:
     first, last = layers.start, layers.stop - 1
     parts = ["embedding"] if stage == 0 else []
-    parts.append(f"layer {first}" if first == last else f"layers {first} to {last}")
+    if layers:
+        parts.append(f"layer {first}" if first == last else f"layers {first} to {last}")
     parts += ["head and loss"] if stage == num_stages - 1 else []
-    return tag("div", tag("b", f"stage {stage}"), f" {', '.join(parts)}")
+    return tag("div", tag("b", f"stage {stage}"), f" {', '.join(parts) or 'no layer'}")
 
 
 def _cell(shape: MeshShape, pp: int, dp: int | None) -> Html:

@@ -31,30 +31,43 @@ def place_layers(
     first_extra: float = 0.0,
     last_extra: float = 0.0,
     mode: str | Sequence[int] = "uniform",
+    rank_of: Sequence[int] = (),
 ) -> tuple[range, ...]:
-    """Cuts the layers into one contiguous range a stage; no range is empty.
+    """Cuts the layers into one contiguous range a stage.
+
+    "uniform" gives each stage as many layers as the others, or one more, the last and the first
+    stage last of all. "balanced" makes the dearest rank as cheap as any cut can: that is what
+    bounds a step of many microbatches. Where ranks have one stage each, the sum of squares is
+    then least; where equal layers go round several stages a rank, each rank's stages are then as
+    equal as they can be, because a long stage lengthens the warm-up; where unequal layers do,
+    the dearest *stage* is as cheap as it can be. A list gives each stage's number of layers.
+    Balanced and listed stages may be empty: they pass on what they get.
 
     Args:
         costs: what each layer costs, >= 0, in any unit.
         first_extra: what the first stage costs besides (embedding), in the same unit.
         last_extra: what the last stage costs besides (head and loss).
-        mode: "uniform" gives each stage as many layers as the others, or one more, the last and
-            the first stage last of all; "balanced" makes the dearest stage as cheap as any cut
-            can, and among such cuts the sum of squares least; a list gives each stage's number.
+        mode: "uniform", "balanced", or the numbers of layers.
+        rank_of: the rank of each stage; by default each has its own.
     Raises:
-        ConfigError: if there are fewer layers than stages, or a list does not fit.
+        ConfigError: if uniform stages would be empty, or a list does not fit.
     """
     layers = len(costs)
-    if layers < num_stages:
-        raise ConfigError(
-            _FIELD,
-            f"{layers} layers cannot fill {num_stages} stages (pp x virtual_stages)",
-            f"Use at most {layers} stages",
-        )
     if mode == "uniform":
+        if layers < num_stages:
+            raise ConfigError(
+                _FIELD,
+                f"{layers} layers cannot fill {num_stages} stages (pp x virtual_stages)",
+                f"Use at most {layers} stages, or list each stage's count, some of them 0",
+            )
         return _ranges(_uniform_counts(layers, num_stages))
     if mode == "balanced":
-        return _balanced(costs, num_stages, first_extra, last_extra)
+        extras = [0.0] * num_stages
+        extras[0] += first_extra
+        extras[-1] += last_extra
+        if len(set(rank_of)) < len(rank_of) and len(set(costs)) == 1:
+            return _ranges(_dealt_counts(layers, costs[0], extras, rank_of))
+        return _balanced(costs, extras)
     if isinstance(mode, str):
         raise ConfigError(
             _FIELD, f"unknown mode {mode!r}", "Use uniform, balanced or a list of layer counts"
@@ -75,11 +88,11 @@ def _checked_counts(counts: Sequence[int], layers: int, num_stages: int) -> Sequ
             f"{shown} has {len(counts)} counts for {num_stages} stages (pp x virtual_stages)",
             f"Give {num_stages} counts that sum to {layers}",
         )
-    if min(counts) < 1 or sum(counts) != layers:
+    if min(counts) < 0 or sum(counts) != layers:
         raise ConfigError(
             _FIELD,
             f"{shown} sums to {sum(counts)} and its least count is {min(counts)}",
-            f"Give {num_stages} counts of at least 1 that sum to {layers}",
+            f"Give {num_stages} counts of at least 0 that sum to {layers}",
         )
     return counts
 
@@ -95,22 +108,43 @@ def _uniform_counts(layers: int, num_stages: int) -> list[int]:
     return [count + (s in favoured) for s in range(num_stages)]
 
 
-def _balanced(
-    costs: Sequence[float], num_stages: int, first_extra: float, last_extra: float
-) -> tuple[range, ...]:
+def _dealt_counts(
+    layers: int, cost: float, extras: Sequence[float], rank_of: Sequence[int]
+) -> list[int]:
+    """Equal layers, dealt one by one to the cheapest stage of the cheapest rank.
+
+    With equal layers no other way ends with a cheaper dearest rank, or within the ranks' numbers
+    with a cheaper dearest stage: every sum of a convex function of the loads is least.
+    """
+    stage_cost = list(extras)
+    rank_cost = dict.fromkeys(rank_of, 0.0)
+    for stage, rank in enumerate(rank_of):
+        rank_cost[rank] += extras[stage]
+    counts = [0] * len(extras)
+    for _ in range(layers):
+        least = min(rank_cost.values())
+        stages = [s for s, rank in enumerate(rank_of) if rank_cost[rank] == least]
+        stage = min(stages, key=lambda s: (stage_cost[s], s))
+        counts[stage] += 1
+        stage_cost[stage] += cost
+        rank_cost[rank_of[stage]] += cost
+    return counts
+
+
+def _balanced(costs: Sequence[float], extras: Sequence[float]) -> tuple[range, ...]:
     """Two passes of one dynamic programme: the least possible maximum, then under that bound
     the least sum of squares."""
     total = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
-        extra = first_extra * (stage == 0) + last_extra * (stage == num_stages - 1)
-        return total[end] - total[start] + extra
+        return total[end] - total[start] + extras[stage]
 
-    even = _ranges(_uniform_counts(len(costs), num_stages))
+    layers, num_stages = len(costs), len(extras)
+    even = _ranges(_uniform_counts(layers, num_stages))
     bound = max(cost(s, r.start, r.stop) for s, r in enumerate(even))
-    cut = _best_cut(len(costs), num_stages, cost, bound, max)
+    cut = _best_cut(layers, num_stages, cost, bound, max)
     bound = max(cost(s, r.start, r.stop) for s, r in enumerate(cut))
-    return _best_cut(len(costs), num_stages, cost, bound, lambda sofar, c: sofar + c * c)
+    return _best_cut(layers, num_stages, cost, bound, lambda sofar, c: sofar + c * c)
 
 
 def _best_cut(
@@ -125,8 +159,8 @@ def _best_cut(
     starts: list[list[int]] = []
     for stage in range(num_stages):
         found, start_of = [inf] * (layers + 1), [0] * (layers + 1)
-        for end in range(stage + 1, layers - (num_stages - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
+        for end in range(layers + 1):
+            for start in range(end, -1, -1):
                 c = cost(stage, start, end)
                 if c > bound:
                     break

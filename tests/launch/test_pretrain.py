@@ -266,3 +266,33 @@ def test_two_jobs_in_one_run_dir_are_told_apart(tmp_path: Path) -> None:
         done = train(1, tmp_path / "run", "--train.steps", "1")
     assert done.code == 2 and "is written by process" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_gpt2_small_trains_at_full_length_in_tp_and_pp(alone: Path, tmp_path: Path) -> None:
+    """After ``alone``, the embedded corpus lies packed where the small configuration has it."""
+    flags = {
+        "--config": "launch/configs/gpt2_124m.yaml",
+        "--data.path": "corpora/embedded",
+        "--parallel.tp": "2",
+        "--parallel.pp": "2",
+        "--parallel.sequence_parallel": "True",
+        "--parallel.partition": "balanced",
+        "--train.steps": "50",
+        "--train.global_batch_size": "2",
+        "--train.micro_batch_size": "1",
+        "--train.eval_every": "0",
+        "--optim.warmup_steps": "5",
+        "--checkpoint.every": "0",
+        "--run.dir": str(tmp_path),
+        "--run.wandb": "disabled",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    done = run([*launcher(4), TRAIN, *words], timeout_s=3500)
+    assert done.code == 0, done.output
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 51))
+    losses = [line["loss"] for line in lines]
+    assert losses[0] == pytest.approx(10.8, abs=0.3)  # log of 50257 words
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]

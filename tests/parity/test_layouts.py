@@ -63,6 +63,18 @@ LAYOUTS: list[tuple[int, GPTConfig, dict[str, Any]]] = [
     (8, LLAMA, {"tp": 4, **SP}),
     (8, LLAMA, {"tp": 2, "pp": 2, **GPIPE}),
     (8, LLAMA, {"tp": 2, "pp": 4, **SP}),
+    (2, GPT2, {"pp": 2, "partition": (3, 1)}),
+    (2, GPT2, {"pp": 2, "partition": (0, 4)}),
+    (2, LLAMA, {"pp": 2, "partition": (4, 0)}),
+    (3, GPT2, {"pp": 3, "partition": (2, 0, 2)}),
+    (3, LLAMA, {"pp": 3, "partition": (0, 4, 0)}),
+    (4, LLAMA, {"pp": 4, "partition": (1, 0, 0, 3), **GPIPE}),
+    (2, GPT2, {"pp": 2, "partition": (0, 1, 0, 3), **V2}),
+    (2, LLAMA, {"pp": 2, "partition": (2, 0, 2, 0), **V2}),
+    (4, GPT2, {"pp": 2, "partition": (2, 0, 0, 2), **V2}),
+    (4, LLAMA, {"tp": 2, "pp": 2, "partition": (4, 0), **SP}),
+    (8, GPT2, {"tp": 2, "pp": 4, "partition": (0, 2, 0, 2), **SP}),
+    (4, GPT2, {"pp": 4, "partition": "balanced"}),
 ]
 
 

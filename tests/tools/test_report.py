@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.build import layers_of
+from launch.build import make_plan
 from launch.config import Config
 from launch.page import read_run
+from launch.partition import layers_of
 from megalite.config import to_yaml
 from megalite.errors import ConfigError
 from megalite.mesh_shape import MeshShape
@@ -433,7 +434,7 @@ def test_every_rank_and_every_layer_is_in_the_layout(run_dir: Path) -> None:
         assert f"rank {rank}: pp {at['pp']}, dp {at['dp']}, tp {at['tp']}" in titles
     assert len(titles) == 8 and page.texts("pre")[0] == shape.table()
     cfg = make_config()
-    assert [list(r) for r in layers_of(cfg, 4)] == [[0], [1, 2], [3, 4], [5]]
+    assert [list(r) for r in layers_of(cfg, make_plan(cfg, 2))] == [[0], [1, 2], [3, 4], [5]]
     stages = dict(
         zip(
             [t for t in page.texts("b") if t.startswith("stage")],

@@ -1,0 +1,162 @@
+"""The split of the layers: by formula, and as measured on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from launch import profile as profile_module
+from launch.build import build, make_plan
+from launch.config import Config
+from launch.partition import formula_costs, layers_of, split
+from launch.profile import Split, measure, resolve_partition, stage_times
+from megalite.mesh import Mesh, Transport
+from megalite.parallel_config import mesh_shape
+from megalite.schedule.simulate import simulate
+from model.config import PRESETS, GPTConfig
+from model.costs import LayerCost, ModelCosts, Passes
+from tests.launch.command import train
+from tests.live import live_bytes
+from tests.parity.harness import GPT2, TRAIN, batch_of, config
+from tests.ranks import run_ranks
+
+LARGE_VOCABULARY = replace(GPT2, num_layers=6, vocab_size=4000)
+V2 = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+
+
+def counts(cfg: Config) -> list[int]:
+    return [len(layers) for layers in layers_of(cfg, make_plan(cfg, 1))]
+
+
+def test_balanced_counts_embedding_and_head_as_the_layers_they_are() -> None:
+    model = GPTConfig(**PRESETS["gpt2-124m"])  # type: ignore[arg-type]
+    assert counts(config(model, pp=4, partition="uniform")) == [3, 3, 3, 3]
+    assert counts(config(model, pp=4, partition="balanced")) == [4, 4, 4, 0]
+    large = GPTConfig(**PRESETS["gpt-530b"])  # type: ignore[arg-type]
+    found = counts(config(large, tp=8, pp=35, partition="balanced"))
+    assert sum(found) == 105 and max(found) == 3 and found[-1] == 3
+    found = counts(config(large, tp=8, pp=7, partition="balanced"))
+    assert found == [15] * 7  # a fifth of a block is not worth one
+
+
+def test_balanced_looks_at_ranks_where_they_have_several_stages() -> None:
+    found = counts(config(LARGE_VOCABULARY, pp=2, partition="balanced", **V2))
+    assert sum(found) == 6 and found[-1] == 0
+    costs = formula_costs(config(LARGE_VOCABULARY, pp=2, **V2))
+    block, head = costs.block.time.total, costs.head.time.total
+    ours = max(block * (found[0] + found[2]), block * (found[1] + found[3]) + head)
+    assert ours <= max(3 * block, 3 * block + head)
+
+
+def times(*of: float) -> ModelCosts:
+    """Costs of embedding, block and head in thirds of so many seconds for F, I and W."""
+    return ModelCosts(*(LayerCost(Passes(t / 3, t / 3, t / 3)) for t in of))
+
+
+def test_measured_costs_go_into_the_simulator() -> None:
+    cfg = config(LARGE_VOCABULARY, pp=4, train=replace(TRAIN, global_batch_size=32))
+    plan, costs = make_plan(cfg, 1), times(0.0, 1.0, 2.0)
+    layers = split(cfg, costs, plan)
+    assert [len(r) for r in layers] == [2, 2, 2, 0]
+
+    def step(layers: tuple[range, ...]) -> float:
+        stages = [c.time for c in costs.stages(layers)]
+        return simulate(
+            plan,
+            [t.forward for t in stages],
+            [t.input_grad for t in stages],
+            [t.weight_grad for t in stages],
+        ).makespan
+
+    uniform = layers_of(cfg, plan)
+    assert [len(r) for r in uniform] == [1, 2, 2, 1]
+    assert step(layers) == pytest.approx((16 + 3) * 2.0)
+    assert step(uniform) == pytest.approx(16 * 3.0 + 1.0 + 2.0 + 2.0)
+
+
+def test_a_profile_touches_nothing_that_trains() -> None:
+    cfg = config(LARGE_VOCABULARY)
+    training = build(cfg, Mesh.single())
+    training.gradients(batch_of(cfg, 0, 0, 1))
+    state = torch.get_rng_state()
+    kept = [b.grad.clone() for b in training.flat.buckets]
+    weights = [b.weight.clone() for b in training.flat.buckets]
+    held = live_bytes() - sum(t.untyped_storage().nbytes() for t in (*kept, *weights, state))
+    costs = measure(cfg, Mesh.single(), rounds=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    for bucket, grad, weight in zip(training.flat.buckets, kept, weights, strict=True):
+        assert torch.equal(bucket.grad, grad) and torch.equal(bucket.weight, weight)
+    after = live_bytes() - sum(t.untyped_storage().nbytes() for t in (*kept, *weights, state))
+    assert after == held, "probes are left in memory"
+    for kind in (costs.block, costs.head):
+        assert min(kind.time.forward, kind.time.input_grad, kind.time.weight_grad) > 0
+    assert costs.head.kept_bytes > costs.block.kept_bytes > 0
+    assert costs.block.num_elements == formula_costs(cfg).block.num_elements
+
+
+def resolved(transport: Transport, cfg: Config) -> tuple[Config, ModelCosts, list[float]]:
+    mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
+    profile_module.ROUNDS = 2
+    cfg, found = resolve_partition(cfg, mesh)
+    assert found is not None
+    training = build(cfg, mesh, timed=True)
+    losses = []
+    for step in range(2):
+        batch = batch_of(cfg, step, mesh.dp.index, mesh.dp.size)
+        losses.append(float(training.step(batch, 1e-3).loss))
+    measured = stage_times(training)
+    assert len(measured) == training.plan.num_stages and min(min(measured)) > 0
+    table = found.table(measured)
+    assert table.count("predicted") == table.count("measured") == len(measured)
+    mesh.close()
+    return cfg, found.costs, losses
+
+
+@pytest.mark.parametrize("layout", [{"pp": 4}, {"tp": 2, "pp": 2, "sequence_parallel": True}])
+def test_every_rank_comes_to_the_same_measured_split(layout: dict[str, Any]) -> None:
+    cfg = config(LARGE_VOCABULARY, partition="profile", **layout)
+    ranks = run_ranks(4, resolved, cfg)
+    first, costs, losses = ranks[0]
+    assert isinstance(first.parallel.partition, tuple)
+    assert sum(first.parallel.partition) == 6
+    for rank in ranks[1:]:
+        assert rank == (first, costs, losses)
+    # What the model learns does not depend on the split.
+    training = build(config(LARGE_VOCABULARY), Mesh.single())
+    for step, loss in enumerate(losses):
+        batch = batch_of(training.cfg, step, 0, 1)
+        assert loss == pytest.approx(float(training.step(batch, 1e-3).loss), rel=1e-12)
+
+
+def test_a_configured_split_is_not_measured() -> None:
+    cfg = config(GPT2, pp=2, partition=(1, 3))
+    assert resolve_partition(cfg, Mesh.single()) == (cfg, None)
+    with pytest.raises(AssertionError, match="measured first"):
+        layers_of(config(GPT2, pp=2, partition="profile"), make_plan(cfg, 1))
+
+
+def test_a_split_says_what_was_measured_and_what_is_predicted() -> None:
+    found = Split(times(0.003, 0.03, 0.06), (range(0, 2), range(2, 2)))
+    text = found.profile()
+    assert "  embedding: 1.00, 1.00, 1.00 ms; 0.00 MB; 0" in text
+    assert "  head and loss: 20.00, 20.00, 20.00 ms" in text
+    assert "  stage 0 (2 blocks): predicted 21.00, 42.00 ms" in text.splitlines()
+    assert "  stage 1 (0 blocks): predicted 20.00, 40.00 ms" in text.splitlines()
+    assert found.table([(0.5, 1.0), (0.1, 0.2)]).endswith(
+        "stage 1 (0 blocks): predicted 20.00, 40.00 ms, measured 100.00, 200.00 ms"
+    )
+
+
+def test_a_run_by_profile_prints_its_times_and_writes_its_split(tmp_path: Path) -> None:
+    layout = ["--parallel.pp", "2", "--parallel.partition", "profile"]
+    done = train(2, tmp_path, *layout, "--train.steps", "6")
+    assert done.code == 0, done.output
+    assert "profile of a microbatch and tp rank" in done.output
+    assert done.output.count("predicted") == 4 and done.output.count("measured") == 2
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())["parallel"]["partition"]
+    assert len(saved) == 2 and sum(saved) == 4
