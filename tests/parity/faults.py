@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.build import Training
+from launch.build import Training, make_plan
 from launch.config import Config
 from megalite.mesh import DONE, Axis, Work
 from megalite.pipeline.p2p import Kind
@@ -114,6 +114,7 @@ def applicable(cfg: Config, dp: int) -> list[Fault]:
             found.append(doubled_bias)
     if parallel.pp > 1:
         found += [lost_gradient, swapped_microbatches]
-        if cfg.model.tied_embeddings:
+        ends = make_plan(cfg, dp).rank_of
+        if cfg.model.tied_embeddings and ends[0] != ends[-1]:
             found.append(no_tie_sum)
     return found

@@ -30,6 +30,7 @@ TOLERANCE = {"loss": 1e-12, "norm": 1e-10, "grads": 1e-10, "weights": 1e-10, "ev
 V2 = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 SP = {"sequence_parallel": True}
 GPIPE = {"schedule": "gpipe"}
+V = {"virtual_stages": 2}
 # ranks, model, layout; dp is what is left
 LAYOUTS: list[tuple[int, GPTConfig, dict[str, Any]]] = [
     (2, GPT2, {}),
@@ -63,6 +64,13 @@ LAYOUTS: list[tuple[int, GPTConfig, dict[str, Any]]] = [
     (8, LLAMA, {"tp": 4, **SP}),
     (8, LLAMA, {"tp": 2, "pp": 2, **GPIPE}),
     (8, LLAMA, {"tp": 2, "pp": 4, **SP}),
+    (2, GPT2, {"pp": 2, "schedule": "zb_h1"}),
+    (4, LLAMA, {"pp": 4, "schedule": "zb_h2"}),
+    (4, GPT2, {"tp": 2, "pp": 2, **SP, **V, "schedule": "zb_v"}),
+    (2, LLAMA, {"pp": 2, **V, "schedule": "v_half"}),
+    (2, GPT2, {"pp": 2, **V, "schedule": "v_min"}),
+    (4, GPT2, {"pp": 2, **V, "schedule": "dualpipe_v"}),
+    (2, GPT2, {"pp": 2, **V, "schedule": "looped_bfs"}),
     (2, GPT2, {"pp": 2, "partition": (3, 1)}),
     (2, GPT2, {"pp": 2, "partition": (0, 4)}),
     (2, LLAMA, {"pp": 2, "partition": (4, 0)}),
