@@ -96,6 +96,8 @@ def die(error: BaseException, world: World) -> NoReturn:
             report_config_error(error)
         except SystemExit:
             os._exit(2)
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(130)
     text = "".join(traceback.format_exception(error))
     where = f"rank {world.rank} (local rank {world.local_rank})"
     sys.stdout.flush()

@@ -32,6 +32,17 @@ def check_run_dir(cfg: Config, data: Mixture) -> list[str]:
         ConfigError: if the directory holds another run, other data, or something else.
     """
     folder = Path(cfg.run.dir)
+    try:
+        return _check_contents(cfg, data, folder)
+    except OSError as error:
+        raise ConfigError(
+            "run.dir",
+            f"{folder} cannot be used: {error.strerror}",
+            "Name a directory that exists or can be made",
+        ) from error
+
+
+def _check_contents(cfg: Config, data: Mixture, folder: Path) -> list[str]:
     if not (folder / CONFIG).exists():
         found = [name for name in _TRACES if (folder / name).exists()]
         if found:
@@ -40,6 +51,7 @@ def check_run_dir(cfg: Config, data: Mixture) -> list[str]:
                 f"{folder} has {' and '.join(found)} but no {CONFIG} that says of which run",
                 "Name another directory, or put the run's config.yaml back",
             )
+        folder.mkdir(parents=True, exist_ok=True)  # the last check: whether it can be made
         return []
     told = [
         f"taking up {folder} with {name} {new} (was {old})"

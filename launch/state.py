@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.build import Training
 from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint, prune
 from megalite.checkpoint.save import save
+from megalite.errors import CheckpointError, ConfigError
 from megalite.slices import Piece
 
 Share = Callable[[str], list[str]]
@@ -59,12 +61,13 @@ def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkp
     wanted = training.cfg.checkpoint.resume
     if wanted == "none":
         return None
-    if wanted != "auto":
-        return open_checkpoint(Path(wanted))
     mesh = training.mesh
-    found, bad = load_latest(
-        directory, rank=mesh.rank, world_size=mesh.shape.world_size, share=share
-    )
+    with _as_bad_input():
+        if wanted != "auto":
+            return open_checkpoint(Path(wanted))
+        found, bad = load_latest(
+            directory, rank=mesh.rank, world_size=mesh.shape.world_size, share=share
+        )
     if mesh.rank == 0:
         for error in bad:
             print(f"passed over a bad checkpoint: {error}", file=sys.stderr, flush=True)
@@ -73,7 +76,21 @@ def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkp
 
 def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Position:
     """Fill weights and optimizer from a checkpoint of any layout; collective."""
-    checkpoint.read(state_pieces(training), share=share)
+    with _as_bad_input():
+        checkpoint.read(state_pieces(training), share=share)
     position = Position(**checkpoint.extra["position"])
     training.optimizer.set_num_steps(position.updates)
     return position
+
+
+@contextmanager
+def _as_bad_input() -> Iterator[None]:
+    """A checkpoint that is damaged or does not fit is what the user gave, not a fault of ours."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(
+            "checkpoint.resume",
+            str(error),
+            "Name a good checkpoint, or begin anew in another --run.dir",
+        ) from error

@@ -249,14 +249,8 @@ def _read_flags(flags: Sequence[str], known: Mapping[str, Any]) -> dict[str, _Gi
                 f"{flag} has {len(words)} values: {' '.join(words)}",
                 f"It takes {accepts(hint)}",
             )
-        given = _Given(words, "the flags")
-        before = found.setdefault(name, given)
-        if _parse(name, hint, before) != _parse(name, hint, given):
-            raise ConfigError(
-                name,
-                f"given twice, as {' '.join(before.words)} and as {' '.join(words)}",
-                "Leave one of them out",
-            )
+        # The last one wins, as everywhere: scripts add flags to override their own.
+        found[name] = _Given(words, "the flags")
     return found
 
 

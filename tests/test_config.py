@@ -248,10 +248,9 @@ def test_a_tuple_of_the_wrong_length_or_kind_is_refused(flags: list[str]) -> Non
     assert error(*flags).field == flags[0][2:].partition("=")[0]
 
 
-def test_a_flag_twice_is_an_error_unless_it_says_the_same() -> None:
-    found = error("--shape.layers", "3", "--shape.layers=4")
-    assert "3" in found.problem and "4" in found.problem
-    assert of("--run.deep-check", "no", "--run.deep_check=False").run.deep_check is False
+def test_the_last_of_a_flag_wins() -> None:
+    assert of("--shape.layers", "3", "--shape.layers=4").shape.layers == 4
+    assert of("--run.deep-check", "yes", "--run.deep_check=False").run.deep_check is False
 
 
 @pytest.mark.parametrize("flags", [["x"], ["--"], ["--run.dir", "x", "-shape.layers", "3"], ["-x"]])

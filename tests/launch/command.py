@@ -60,7 +60,7 @@ def train(ranks: int, run_dir: Path, *flags: str, timeout_s: float = 120, **env:
 
 
 def override(command: list[str], flags: list[str]) -> list[str]:
-    """Flags instead of those of the same name: a name given twice is an error."""
+    """Flags instead of those of the same name."""
     names = {flag for flag in flags if flag.startswith("--")}
     kept: list[str] = []
     dropping = False

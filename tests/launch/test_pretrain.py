@@ -261,6 +261,27 @@ def test_kill_9_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
     assert not processes_naming(str(out))
 
 
+@pytest.mark.parametrize("place", ["file/run", "file", "x" * 300])
+def test_a_run_dir_that_cannot_be_is_named_before_anything_starts(
+    place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = train(1, tmp_path / place, "--train.steps", "1")
+    assert done.code == 2 and "run.dir" in done.output and "Traceback" not in done.output
+
+
+def test_a_run_whose_checkpoints_are_all_bad_ends_with_one_clear_error(tmp_path: Path) -> None:
+    steps = ["--train.steps", "2", "--checkpoint.every", "1"]
+    assert train(1, tmp_path, *steps, "--run.stop_at", "1").code == 0
+    (file,) = (tmp_path / "checkpoints/step_00000001").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    done = train(1, tmp_path, *steps)
+    assert done.code == 2 and file.name in done.output and "Traceback" not in done.output
+    assert len(metrics(tmp_path)) == 1
+
+
 def test_two_jobs_in_one_run_dir_are_told_apart(tmp_path: Path) -> None:
     with closing(RunLock(tmp_path / "run")):
         done = train(1, tmp_path / "run", "--train.steps", "1")
