@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megalite.mesh import Mesh, TorchTransport, backend_of, local_device
 from megalite.mesh_shape import MeshShape
 
 COLLECTIVE_LIMIT_S = 600.0
+SECONDHAND_PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -85,6 +87,16 @@ def share_text(mesh: Mesh) -> Callable[[str], list[str]]:
     return share
 
 
+def is_secondhand(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in said for word in ("gloo", "nccl", "connection closed", "connection reset")
+    )
+
+
 def die(error: BaseException, world: World) -> NoReturn:
     """End this process now, with the error as the last thing that it prints; 2 for bad input.
 
@@ -98,6 +110,9 @@ def die(error: BaseException, world: World) -> NoReturn:
             os._exit(2)
     if isinstance(error, KeyboardInterrupt):
         os._exit(130)
+    if is_secondhand(error):
+        # A peer died first and has more to say. The launcher, which has seen that, ends us.
+        time.sleep(SECONDHAND_PATIENCE_S)
     text = "".join(traceback.format_exception(error))
     where = f"rank {world.rank} (local rank {world.local_rank})"
     sys.stdout.flush()
