@@ -96,7 +96,7 @@ BAD = {
     "layers": (["--parallel.pp", "2", "--model.num_layers", "1"], "model.num_layers=1", "2 stages"),
     "unknown": (["--parallel.tpp", "2"], "parallel.tpp", "parallel.tp"),
     "nested": (["--train.lr", "0.1"], "train.lr", "optim.lr"),
-    "value": (["--train.steps", "many"], "train.steps", "many"),
+    "value": (["--train.seed", "many"], "train.seed", "many"),
     "shards": (["--data.path", "/nowhere"], "data.path", "/nowhere"),
     "tokenizer": (["--data.tokenizer", "/nowhere.model"], "data.tokenizer", "/nowhere.model"),
     "apex": (["--optim.backend", "apex"], "optim.backend", "optim.backend=torch"),
