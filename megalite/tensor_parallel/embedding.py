@@ -8,7 +8,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megalite.collectives import start_gather, start_reduce_scatter
 from megalite.slices import Slice, get_slice, set_slice
 from megalite.tensor_parallel.linear import Layout
 
@@ -44,19 +43,12 @@ class _Lookup(Function):
         if foreign is None:
             return x
         x.masked_fill_(foreign.unsqueeze(-1), 0.0)
-        if layout.cut_sequence:
-            x, work = start_reduce_scatter(x, layout.tp)
-        else:
-            work = layout.tp.all_reduce(x)
-        work.wait()
-        return x
+        return layout.summed(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         layout: Layout = ctx.layout
-        if layout.cut_sequence:
-            grad, work = start_gather(grad, layout.tp)
-            work.wait()
+        grad = layout.gathered(grad)
         if ctx.foreign is not None:
             grad = grad.masked_fill(ctx.foreign.unsqueeze(-1), 0.0)
         layout.sink.add_rows(ctx.weight, ctx.local.flatten(), grad.flatten(0, 1))

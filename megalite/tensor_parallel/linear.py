@@ -37,6 +37,23 @@ class Layout:
     def cut_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """The whole sequence of an x that may be cut along it."""
+        if not self.cut_sequence:
+            return x
+        whole, work = start_gather(x, self.tp)
+        work.wait()
+        return whole
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of x over tp (in place), or this rank's part of it where the sequence is cut."""
+        if self.cut_sequence:
+            x, work = start_reduce_scatter(x, self.tp)
+        else:
+            work = self.tp.all_reduce(x)
+        work.wait()
+        return x
+
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
@@ -77,9 +94,7 @@ class _Column(Function):
         ctx.save_for_backward(x, *params)
         ctx.layout, ctx.biased = layout, biased
         weights, biases = _split(params, biased)
-        if layout.cut_sequence:
-            x, work = start_gather(x, layout.tp)
-            work.wait()
+        x = layout.gathered(x)
         return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -113,21 +128,13 @@ class _Row(Function):
     def forward(ctx: Any, x: Tensor, layout: Layout, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layout = layout
-        y = nn.functional.linear(x, weight)
-        if layout.cut_sequence:
-            y, work = start_reduce_scatter(y, layout.tp)
-        else:
-            work = layout.tp.all_reduce(y)
-        work.wait()
-        return y
+        return layout.summed(nn.functional.linear(x, weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
-        if layout.cut_sequence:
-            grad, work = start_gather(grad, layout.tp)
-            work.wait()
+        grad = layout.gathered(grad)
         dx = grad @ weight
         layout.sink.add_product(WeightProduct((weight,), (_flat(grad),), _flat(x)))
         return dx, None, None
