@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megalite.schedule.action import Action, Op, Plan
 from megalite.schedule.validate import ROOM, check_compute
@@ -14,8 +15,7 @@ from megalite.schedule.validate import ROOM, check_compute
 FORWARD_QUEUE = 2  # outputs of a stage that may wait for the next one in a forward-only plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
+class _Message(NamedTuple):
     """Made by an action of ``stage`` at position ``made`` of the sender's list of computations,
     taken at position ``taken`` of the receiver's by the neighbouring stage."""
 
@@ -35,7 +35,28 @@ class _Channel:
 
 
 _Messages = dict[_Channel, list[_Message]]
-_Extra = list[defaultdict[int, list[Action]]]  # rank -> position -> actions to add there
+_HEAD, _ITSELF, _TAIL = range(3)  # where something stands around an action of the plan
+
+
+class _Added:
+    """What is added to a rank's list: actions, and for each 3 x its position, + _HEAD or _TAIL.
+
+    At one place they keep the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+        self.actions: list[Action] = []
+
+    def add(self, position: int, side: int, actions: Iterable[Action]) -> None:
+        for a in actions:
+            self.keys.append(3 * position + side)
+            self.actions.append(a)
+
+    def merged(self, plan: Sequence[Action]) -> list[Action]:
+        keys = [*range(_ITSELF, 3 * len(plan), 3), *self.keys]
+        actions = [*plan, *self.actions]
+        return [actions[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
 def lower(plan: Plan) -> Plan:
@@ -60,15 +81,12 @@ def lower(plan: Plan) -> Plan:
     """
     check_compute(plan)
     messages = _find_messages(plan)
-    before: _Extra = [defaultdict(list) for _ in plan.actions]
-    after: _Extra = [defaultdict(list) for _ in plan.actions]
-    _add_sends(messages, after)
-    _add_receives(messages, before, after)
-    _add_waits(plan, messages, after)
-    _add_reductions(plan, after)
-    return plan.replace(
-        _merged(actions, before[rank], after[rank]) for rank, actions in enumerate(plan.actions)
-    )
+    added = [_Added() for _ in plan.actions]
+    _add_sends(messages, added)
+    _add_receives(messages, added)
+    _add_waits(plan, messages, added)
+    _add_reductions(plan, added)
+    return plan.replace(x.merged(actions) for x, actions in zip(added, plan.actions, strict=True))
 
 
 def _find_messages(plan: Plan) -> _Messages:
@@ -76,17 +94,20 @@ def _find_messages(plan: Plan) -> _Messages:
     forward, back = _positions(plan)
     messages: defaultdict[_Channel, list[_Message]] = defaultdict(list)
     for rank, actions in enumerate(plan.actions):
+        of_stage: dict[tuple[bool, int], list[_Message] | None] = {}  # None: no message is needed
         for made, a in enumerate(actions):
             if a.op is Op.WEIGHT_GRAD:
                 continue
             gradient = a.op is not Op.FORWARD
             takes = a.stage - 1 if gradient else a.stage + 1
-            peer = plan.peer(a.stage, takes)
-            if peer is not None:
+            if (gradient, a.stage) not in of_stage:
+                peer = plan.peer(a.stage, takes)
+                channel = None if peer is None else messages[_Channel(rank, peer, gradient)]
+                of_stage[gradient, a.stage] = channel
+            if (channel := of_stage[gradient, a.stage]) is not None:
                 where = back if gradient else forward
                 taken = where[takes * plan.num_microbatches + a.microbatch]
-                message = _Message(a.stage, a.microbatch, made, taken)
-                messages[_Channel(rank, peer, gradient)].append(message)
+                channel.append(_Message(a.stage, a.microbatch, made, taken))
     return messages
 
 
@@ -102,15 +123,16 @@ def _positions(plan: Plan) -> tuple[list[int], list[int]]:
     return forward, back
 
 
-def _add_sends(messages: _Messages, after: _Extra) -> None:
+def _add_sends(messages: _Messages, added: Sequence[_Added]) -> None:
     for channel, found in messages.items():
-        op = Op.SEND_B if channel.gradient else Op.SEND_F
-        for x in found:
-            after[channel.sender][x.made].append(Action(op, x.stage, x.microbatch))
+        op, rank = Op.SEND_B if channel.gradient else Op.SEND_F, added[channel.sender]
+        rank.keys += [3 * x.made + _TAIL for x in found]
+        rank.actions += [Action(op, x.stage, x.microbatch) for x in found]
 
 
-def _add_receives(messages: _Messages, before: _Extra, after: _Extra) -> None:
+def _add_receives(messages: _Messages, added: Sequence[_Added]) -> None:
     for channel, sent in messages.items():
+        rank = added[channel.receiver]
         op, step = (Op.RECV_B, -1) if channel.gradient else (Op.RECV_F, 1)
         posts = [Action(op, x.stage + step, x.microbatch) for x in sent]
         place = {x.taken: i for i, x in enumerate(sent)}
@@ -118,27 +140,28 @@ def _add_receives(messages: _Messages, before: _Extra, after: _Extra) -> None:
         # How many receives must be posted by the time that the n-th message taken is needed.
         needed = list(accumulate((place[t] + 1 for t in taken), max))
         room = max(ROOM, *(count - n for n, count in enumerate(needed)))
-        before[channel.receiver][0] += posts[: needed[0]]
+        rank.add(0, _HEAD, posts[: needed[0]])
         posted = needed[0]
         for n, (position, target) in enumerate(zip(taken, needed[1:], strict=False)):
             early = max(posted, min(target, n + room))
-            before[channel.receiver][position] += posts[posted:early]
-            after[channel.receiver][position] += posts[early:target]
+            rank.add(position, _HEAD, posts[posted:early])
+            rank.add(position, _TAIL, posts[early:target])
             posted = max(early, target)
 
 
-def _add_waits(plan: Plan, messages: _Messages, after: _Extra) -> None:
+def _add_waits(plan: Plan, messages: _Messages, added: Sequence[_Added]) -> None:
     proofs = _proofs(messages)
     forward_only = plan.forward_only
     for channel, sent in messages.items():
-        op = Op.WAIT_B if channel.gradient else Op.WAIT_F
+        op, rank = Op.WAIT_B if channel.gradient else Op.WAIT_F, added[channel.sender]
         known_from, known = proofs.get((channel.sender, channel.receiver), ([], []))
         end = len(plan[channel.sender])
         bound = _bounds(sent, end) if forward_only else [end] * len(sent)
         for x, latest in zip(sent, bound, strict=True):
             i = bisect_left(known, x.taken)
             proven = max(known_from[i], x.made) if i < len(known) else end
-            after[channel.sender][min(proven, latest)].append(Action(op, x.stage, x.microbatch))
+            rank.keys.append(3 * min(proven, latest) + _TAIL)
+            rank.actions.append(Action(op, x.stage, x.microbatch))
 
 
 def _proofs(messages: _Messages) -> dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]]:
@@ -170,21 +193,8 @@ def _bounds(sent: Sequence[_Message], end: int) -> list[int]:
     return [later[x.made] for x in sent]
 
 
-def _add_reductions(plan: Plan, after: _Extra) -> None:
-    for rank, actions in enumerate(plan.actions):
+def _add_reductions(plan: Plan, added: Sequence[_Added]) -> None:
+    for actions, rank in zip(plan.actions, added, strict=True):
         last = {a.stage: i for i, a in enumerate(actions) if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD)}
         for stage, position in last.items():
-            after[rank][position].append(Action(Op.REDUCE, stage))
-
-
-def _merged(
-    actions: Sequence[Action],
-    before: defaultdict[int, list[Action]],
-    after: defaultdict[int, list[Action]],
-) -> list[Action]:
-    merged: list[Action] = []
-    for position, a in enumerate(actions):
-        merged += before.get(position, ())
-        merged.append(a)
-        merged += after.get(position, ())
-    return merged + after.get(len(actions), [])
+            rank.add(position, _TAIL, [Action(Op.REDUCE, stage)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.schedule.action import Op, Plan
@@ -74,19 +74,25 @@ def _peaks(plan: Plan, rank: int, forward_only: bool) -> dict[_Held, int]:
     """The most of everything that a rank holds along its list."""
     held: defaultdict[_Held, int] = defaultdict(int)
     peak: defaultdict[_Held, int] = defaultdict(int)
+    effects = {(op, s): _effect(plan, op, s) for op in Op for s in plan.stages_of(rank)}
     for a in plan[rank]:
-        changes: Iterable[tuple[_Held, int]] = _CHANGES[a.op]
-        if a.op in RECEIVES:
-            way, kind, change = RECEIVES[a.op]
-            if (source := plan.peer(a.stage, a.stage + way)) is not None:
-                changes = ((source, kind), change), *changes
-        for what, change in changes:
+        for what, change in effects[a.op, a.stage]:
             held[what] += change
             if held[what] > peak[what]:
                 peak[what] = held[what]
         if forward_only and a.op is Op.FORWARD:
             held["chunks"] -= 1
     return peak
+
+
+def _effect(plan: Plan, op: Op, stage: int) -> tuple[tuple[_Held, int], ...]:
+    """How an op on a stage changes what its rank holds; an input is taken before it is held."""
+    changes = _CHANGES[op]
+    if op not in RECEIVES:
+        return changes
+    way, kind, change = RECEIVES[op]
+    source = plan.peer(stage, stage + way)
+    return changes if source is None else (((source, kind), change), *changes)
 
 
 def peak_memory(

@@ -6,6 +6,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import ceil, floor
 
 from megalite.errors import ConfigError
@@ -24,6 +25,7 @@ _THRESHOLDS = (0.5, 0.0, 1.0, 0.75)  # W goes where a rank would wait for this s
 _ROUNDINGS = (0.5, 0.999, 0.0, 0.25, 0.75)  # of how many F fit in before the first I
 
 Orders = Sequence[Sequence[Action]]
+_Placed = tuple[tuple[int, ...], Orders]  # the rank of each stage, and every rank's order
 _Key = tuple[int, int, float]  # makespan, longest span, activations: less is better, in this order
 
 
@@ -160,41 +162,55 @@ class _Search:
         return better
 
     def _seeds(self, named: Sequence[Plan]) -> Iterator[_Candidate]:
-        """Less memory is tried first: what loses nothing with that of 1F1B, or twice that, needs
-        no more. The F of a rank, and its I, must take messages in the order in which they are
-        sent, or receive buffers pile up; neither W nor a warm-up changes that."""
-        limits = [limit for limit in (1.0 * self.pp * self.v, 2.0 * self.pp * self.v)]
-        limits = [*(limit for limit in limits if limit < self.limit), self.limit]
-        known: dict[float, list[tuple[tuple[int, ...], Orders]]] = {}
+        """Each order with the memory of 1F1B, with twice that and with all there is: of equals
+        the first stays, and it has the least. A rank must take messages in the order in which they
+        are sent, or receive buffers pile up; neither W nor a warm-up changes that order."""
+        limits = [x for x in (1.0 * self.pp * self.v, 2.0 * self.pp * self.v) if x < self.limit]
+        limits.append(self.limit)
+        kept: dict[float, list[_Placed]] = {limit: [] for limit in limits}
+        new = [self._affordable(named, limit, kept[limit]) for limit in limits]
         for threshold in _THRESHOLDS:
-            for limit in limits:
-                if limit not in known:
-                    all_orders = self._orders(named, limit)
-                    known[limit] = [x for x in all_orders if _is_first_in_first_out(*x)]
-                for rank_of, orders in known[limit]:
-                    leads = tuple(_lead_within(order, limit) for order in orders)
-                    yield _Candidate(rank_of, orders, leads, limit, threshold)
-                    stairs = tuple(min(0, min(leads) + rank) for rank in range(self.pp))
-                    if stairs != leads:
-                        yield _Candidate(rank_of, orders, stairs, limit, threshold)
+            old = [iter(kept[limit]) for limit in limits]
+            for together in zip_longest(*(new if threshold == _THRESHOLDS[0] else old)):
+                for limit, placed in zip(limits, together, strict=True):
+                    if placed is not None:
+                        yield from self._within(placed, limit, threshold)
 
-    def _orders(
-        self, named: Sequence[Plan], limit: float
-    ) -> Iterator[tuple[tuple[int, ...], Orders]]:
+    def _within(self, placed: _Placed, limit: float, threshold: float) -> Iterator[_Candidate]:
+        """With the warm-up that the limit leaves, alike on all ranks or in stairs."""
+        rank_of, orders = placed
+        leads = tuple(_lead_within(order, limit) for order in orders)
+        yield _Candidate(rank_of, orders, leads, limit, threshold)
+        stairs = tuple(min(0, min(leads) + rank) for rank in range(self.pp))
+        if stairs != leads:
+            yield _Candidate(rank_of, orders, stairs, limit, threshold)
+
+    def _affordable(
+        self, named: Sequence[Plan], limit: float, kept: list[_Placed]
+    ) -> Iterator[_Placed]:
+        for found in self._orders(named, limit):
+            if _is_first_in_first_out(*found):
+                kept.append(found)
+                yield found
+            self.spent += self.pp * self.v * self.m * 2
+            if self.spent >= EFFORT:
+                return
+
+    def _orders(self, named: Sequence[Plan], limit: float) -> Iterator[_Placed]:
         open_w = self.memory.open_w
         if self.v == 1:
             for rounding in _ROUNDINGS:
                 yield self.rank_ofs[0], self._warmed_up(rounding, limit)
         else:
-            for group in sorted({max(1, self.pp >> halvings) for halvings in range(4)}):
+            for group in dict.fromkeys(max(1, self.pp >> halvings) for halvings in range(4)):
                 yield self.rank_ofs[0], self._grouped(group)
         for rank_of in self.rank_ofs:
-            yield rank_of, _one_at_a_time(rank_of, self.m)
             for priority in priorities(self.v):
-                if self.spent < EFFORT:
-                    self.spent += self.pp * self.v * self.m * 6
-                    orders = greedy_orders(rank_of, self.m, self.costs, limit, open_w, priority)
-                    yield rank_of, orders
+                self.spent += self.pp * self.v * self.m * 4
+                yield (
+                    rank_of,
+                    greedy_orders(rank_of, self.m, self.costs, limit, open_w, priority),
+                )
         for plan in named:
             yield plan.rank_of, [_input_grads(actions) for actions in plan.actions]
 
@@ -221,6 +237,17 @@ class _Search:
             for rank in range(self.pp)
         ]
 
+    def _one_at_a_time(self) -> _Candidate:
+        """What any memory suffices for."""
+        rank_of = self.rank_ofs[0]
+        stages = range(len(rank_of))
+        ops = [*((Op.FORWARD, s) for s in stages), *((Op.INPUT_GRAD, s) for s in stages[::-1])]
+        orders = [
+            [Action(op, s, m) for m in range(self.m) for op, s in ops if rank_of[s] == rank]
+            for rank in range(self.pp)
+        ]
+        return _Candidate(rank_of, orders, (0,) * self.pp, self.limit, 1.0)
+
     def best(self, named: Sequence[Plan]) -> Plan:
         """Messages and buffers can only delay: a plan is simulated with them unless the best so
         far is not behind it even without."""
@@ -230,6 +257,9 @@ class _Search:
             if filled is not None:
                 key = self._key(filled.makespan, filled.span, filled.peak)
                 ranked.append((key, self.tried + len(ranked), plan))
+        if not ranked:
+            self._consider(self._one_at_a_time())
+            ranked = self.found
         best: tuple[_Key, Plan] | None = None
         for key, _, plan in sorted(ranked, key=lambda x: x[:2]):
             if best is not None and key[0] >= best[0][0]:
@@ -238,17 +268,8 @@ class _Search:
             exact = self._key(timeline.makespan, timeline.longest_span, key[2])
             if best is None or exact < best[0]:
                 best = exact, plan
-        assert best is not None, "one microbatch at a time keeps any limit"
+        assert best is not None, "one microbatch at a time keeps every limit"
         return best[1]
-
-
-def _one_at_a_time(rank_of: Sequence[int], num_microbatches: int) -> Orders:
-    ops = [(Op.FORWARD, s) for s in range(len(rank_of))]
-    ops += [(Op.INPUT_GRAD, s) for s in reversed(range(len(rank_of)))]
-    return [
-        [Action(op, s, m) for m in range(num_microbatches) for op, s in ops if rank_of[s] == rank]
-        for rank in range(max(rank_of) + 1)
-    ]
 
 
 def _input_grads(actions: Sequence[Action]) -> list[Action]:

@@ -25,7 +25,7 @@ _MESSAGE_OPS = {
 ROOM = 2  # receives of a channel: one that is being taken, one that fills
 _MESSAGE_PARTS = frozenset(Op) - COMPUTE - {Op.REDUCE}
 
-_Steps = dict[Op, dict[tuple[int, int], int]]  # where a rank's (stage, microbatch) of an op stands
+_Steps = dict[Op, dict[int, int]]  # where in a rank's list the op of a number (``_number``) stands
 
 
 def validate(plan: Plan) -> Report:
@@ -126,10 +126,17 @@ def _fail_repeat(plan: Plan, rank: int, step: int) -> NoReturn:
     raise AssertionError("it was done before")
 
 
+def _number(plan: Plan, a: Action) -> int:
+    return a.stage * plan.num_microbatches + a.microbatch
+
+
 def _steps(plan: Plan, rank: int) -> _Steps:
     steps: _Steps = {op: {} for op in Op}
+    m = plan.num_microbatches
     for step, a in enumerate(plan[rank]):
-        earlier = steps[a.op].setdefault((a.stage, a.microbatch), step)
+        if not -1 <= a.microbatch < m or (a.microbatch == -1) != (a.op is Op.REDUCE):
+            _fail(plan, rank, step, f"{a} does not exist among {m} microbatches")
+        earlier = steps[a.op].setdefault(a.stage * m + a.microbatch, step)
         if earlier != step:
             _fail(plan, rank, step, f"{a} repeats step {earlier}")
     return steps
@@ -137,23 +144,31 @@ def _steps(plan: Plan, rank: int) -> _Steps:
 
 def _check_messages(plan: Plan, rank: int, steps: _Steps) -> None:
     """Each message of this rank's computations has its parts, in order; there are no others."""
-    rightful = 0
+    rightful, m = 0, plan.num_microbatches
+    parts = {
+        (op, s): (
+            None if plan.peer(s, s - way) is None else steps[recv],
+            None if plan.peer(s, s + way) is None else (steps[send], steps[wait]),
+        )
+        for op, (recv, send, wait, way) in _MESSAGE_OPS.items()
+        for s in plan.stages_of(rank)
+    }
     for step, a in enumerate(plan[rank]):
-        if a.op not in _MESSAGE_OPS:
+        if (found := parts.get((a.op, a.stage))) is None:
             continue
-        recv, send, wait, way = _MESSAGE_OPS[a.op]
-        key = a.stage, a.microbatch
-        if plan.peer(a.stage, a.stage - way) is not None:
+        received, left = found
+        key = a.stage * m + a.microbatch
+        if received is not None:
             rightful += 1
-            if not steps[recv].get(key, step) < step:
-                _fail_part(plan, rank, steps, recv, step)
-        if plan.peer(a.stage, a.stage + way) is not None:
+            if not received.get(key, step) < step:
+                _fail_part(plan, rank, steps, _MESSAGE_OPS[a.op][0], step)
+        if left is not None:
             rightful += 2
-            sent = steps[send].get(key, step)
+            sent = left[0].get(key, step)
             if not step < sent:
-                _fail_part(plan, rank, steps, send, step)
-            if not sent < steps[wait].get(key, sent):
-                _fail_part(plan, rank, steps, wait, sent)
+                _fail_part(plan, rank, steps, _MESSAGE_OPS[a.op][1], step)
+            if not sent < left[1].get(key, sent):
+                _fail_part(plan, rank, steps, _MESSAGE_OPS[a.op][2], sent)
     if rightful < sum(len(steps[op]) for op in _MESSAGE_PARTS):
         _fail_needless(plan, rank)
 
@@ -162,7 +177,7 @@ def _fail_part(plan: Plan, rank: int, steps: _Steps, part: Op, step: int) -> NoR
     """``part`` of the message of the action at ``step`` is missing or on its wrong side."""
     a = plan[rank][step]
     found = Action(part, a.stage, a.microbatch)
-    at = steps[part].get((a.stage, a.microbatch))
+    at = steps[part].get(_number(plan, a))
     receives = part in (Op.RECV_F, Op.RECV_B)
     if at is None:
         problem = f"{a} needs {found}, which is missing"
@@ -193,7 +208,7 @@ def _fail_needless(plan: Plan, rank: int) -> NoReturn:
 def _check_reductions(plan: Plan, rank: int, steps: _Steps) -> None:
     whole = (Op.BACKWARD, Op.WEIGHT_GRAD)
     last = {a.stage: step for step, a in enumerate(plan[rank]) if a.op in whole}
-    reduced = {stage: step for (stage, _), step in steps[Op.REDUCE].items()}
+    reduced = {plan[rank][step].stage: step for step in steps[Op.REDUCE].values()}
     for stage, step in reduced.items():
         name = Action(Op.REDUCE, stage)
         if stage not in last:
@@ -211,16 +226,23 @@ def _check_channels(plan: Plan) -> None:
     sends: defaultdict[tuple[int, int, bool], list[Action]] = defaultdict(list)
     receives: defaultdict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for rank, actions in enumerate(plan.actions):
+        sent_by = {
+            (op, s): sends[rank, plan.rank_of[s + way], op is Op.SEND_B]
+            for op, way in ((Op.SEND_F, 1), (Op.SEND_B, -1))
+            for s in plan.stages_of(rank)
+            if plan.peer(s, s + way) is not None
+        }
+        posted_for = {
+            (op, s): receives[plan.rank_of[s + way], rank, op is Op.RECV_B]
+            for op, way in ((Op.RECV_F, -1), (Op.RECV_B, 1))
+            for s in plan.stages_of(rank)
+            if plan.peer(s, s + way) is not None
+        }
         for step, a in enumerate(actions):
-            match a.op:
-                case Op.SEND_F | Op.SEND_B:
-                    gradient = a.op is Op.SEND_B
-                    to = plan.rank_of[a.stage + (-1 if gradient else 1)]
-                    sends[rank, to, gradient].append(a)
-                case Op.RECV_F | Op.RECV_B:
-                    gradient = a.op is Op.RECV_B
-                    source = plan.rank_of[a.stage + (1 if gradient else -1)]
-                    receives[source, rank, gradient].append(step)
+            if (sent := sent_by.get((a.op, a.stage))) is not None:
+                sent.append(a)
+            elif (posted := posted_for.get((a.op, a.stage))) is not None:
+                posted.append(step)
     for (source, rank, gradient), sent in sends.items():
         way = -1 if gradient else 1
         for nth, (send, step) in enumerate(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def all_costs(num_stages: int) -> st.SearchStrategy[Costs]:
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 3),
-    st.sampled_from([1, 1.5, 2, 3, 4, 8, float("inf")]),
+    st.sampled_from([1, 1.5, 2, 3, 4, 8, inf]),
 )
 def test_auto_is_never_behind_a_named_schedule_that_keeps_the_limit(
     data: st.DataObject, pp: int, m: int, v: int, units: float
@@ -81,13 +83,13 @@ def test_auto_reaches_zb_1p_and_zb_2p(row: Profiled) -> None:
     """There, what is left of an activation between I and W counts half of it."""
     costs = row.costs()
     bubbles = []
-    for units in (row.pp, 2 * row.pp):
+    for units in (row.pp, 2 * row.pp, inf):
         plan = build_schedule(
             "auto", row.pp, row.num_microbatches, 1, costs, MemoryLimit(units, open_w=0.5)
         )
         bubbles.append(simulate_step(lower(plan), costs).span_bubble_fraction)
     assert bubbles[0] <= row.zb_1p + 0.001
-    assert bubbles[1] <= row.zb_2p + 0.001
+    assert max(bubbles[1:]) <= row.zb_2p + 0.001
     assert bubbles[0] == pytest.approx(row.zb_1p, abs=0.001)  # nothing better is possible
 
 
@@ -132,6 +134,15 @@ def test_without_effort_the_best_named_schedule_is_left(monkeypatch: pytest.Monk
     costs = Costs.equal(4, 2)
     timeline, peak = timed(build_schedule("auto", 4, 16, 2, costs), costs)
     assert timeline.makespan == 49.5 and peak == 4
+
+
+def test_without_effort_and_memory_it_is_one_microbatch_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "EFFORT", 0)
+    costs = Costs.equal(3, 2)
+    timeline, peak = timed(build_schedule("auto", 3, 5, 2, costs, MemoryLimit(1)), costs)
+    assert peak == 1 and timeline.makespan <= 5 * 9
 
 
 def test_messages_of_a_channel_are_taken_as_they_are_sent() -> None:

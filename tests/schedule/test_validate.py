@@ -64,6 +64,12 @@ FAULTS = {
         "2WAIT_B3 2SEND_B3 2REDUCE 2WAIT_B2",
         "2WAIT_B3 needs 2SEND_B3 first",
     ),
+    "a message that does not exist": (
+        2,
+        "2WAIT_B3",
+        "2WAIT_B4",
+        "2WAIT_B4 does not exist among 4 microbatches",
+    ),
     "a message nobody needs": (2, "2F0", "2SEND_F0 2F0", "2SEND_F0 belongs to no message"),
     "two receives swapped": (
         1,
