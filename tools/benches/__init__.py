@@ -11,6 +11,7 @@ from tools.benches.rows import Row
 
 BENCHES: dict[str, str] = {
     "pipeline": "tools.benches.pipeline",
+    "size": "tools.benches.size",
 }
 """Name -> module, imported when asked for: what one bench needs, another need not have."""
 

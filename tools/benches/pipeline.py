@@ -58,7 +58,7 @@ class Race:
 
 
 def race(pp: int) -> Race:
-    found = slowest(run_ranks(pp, _race, plans(pp)))
+    found = slowest(run_ranks(pp, _race, plans(pp), real_time=True))
 
     def of(who: str) -> dict[str, Sample]:
         return {n.partition(" ")[2]: s for n, s in found.items() if n.startswith(f"{who} ")}

@@ -26,10 +26,29 @@ class BenchError(Exception):
     """A rank raised, died or hung; the message says which, and its traceback."""
 
 
+def schedule_in_real_time() -> bool:
+    """Let this process and its later threads run as soon as they are woken, if that is allowed.
+
+    A rank that has slept or waited then does not queue behind what else the machine does.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        return False
+    return True
+
+
 def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 900.0
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 900.0,
+    real_time: bool = False,
 ) -> list[Any]:
     """``body(transport, *args)`` on every rank, one thread each; what it returns, by rank.
+
+    ``real_time`` schedules the ranks so where it is allowed: for stages that sleep, whose
+    processor time is small.
 
     This process must not have computed anything: a fork is safe only from one thread. What
     ``body`` returns must be plain numbers and containers.
@@ -45,7 +64,7 @@ def run_ranks(
         pipes, ranks = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            told = (theirs, os.getpid(), f"{folder}/store", rank, world_size, body, args)
+            told = (theirs, os.getpid(), f"{folder}/store", rank, world_size, real_time, body, args)
             process = context.Process(target=_be_rank, args=told)
             process.start()
             theirs.close()
@@ -87,6 +106,7 @@ def _be_rank(
     store: str,
     rank: int,
     world_size: int,
+    real_time: bool,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -97,6 +117,8 @@ def _be_rank(
         os._exit(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if real_time:
+        schedule_in_real_time()
     try:
         dist.init_process_group(
             "gloo",
