@@ -24,6 +24,7 @@ from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
+from megalite.schedule.costs import Costs, MemoryLimit
 from megalite.schedule.generators import build_schedule, forward_only
 from megalite.schedule.lower import lower
 from megalite.schedule.validate import validate
@@ -127,13 +128,13 @@ class Held:
     optimizer: AdamW
 
 
-def build(cfg: Config, mesh: Mesh, *, timed: bool = False) -> Training:
+def build(cfg: Config, mesh: Mesh, plan: Plan | None = None, *, timed: bool = False) -> Training:
     """Plan, model with its initial weights, reducer and optimizer for this rank.
 
     Collective over the mesh (the channels of the pipeline are groups). ``timed`` stages note how
     long each of their passes takes.
     """
-    plan = make_plan(cfg, mesh.shape.dp)
+    plan = plan or make_plan(cfg, mesh.shape.dp)
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
     held = hold(cfg, mesh, plan, trace)
@@ -179,12 +180,22 @@ def open_trace(cfg: Config, mesh: Mesh) -> Trace:
     return Trace(clock_of(mesh.device), cfg.run.trace_spans)
 
 
-def make_plan(cfg: Config, dp: int) -> Plan:
-    """The step's actions of every pipeline rank, lowered and proven."""
+def make_plan(cfg: Config, dp: int, costs: Costs | None = None) -> Plan:
+    """The step's actions of every pipeline rank, lowered and proven; ``auto`` plans for
+    ``costs``.
+
+    Raises:
+        ConfigError, ScheduleError: for a file that does not fit, or holds no schedule.
+    """
     parallel = cfg.parallel
     plan = lower(
         build_schedule(
-            parallel.schedule, parallel.pp, num_microbatches(cfg, dp), parallel.virtual_stages
+            parallel.schedule,
+            parallel.pp,
+            num_microbatches(cfg, dp),
+            parallel.virtual_stages,
+            costs,
+            MemoryLimit(parallel.schedule_memory or parallel.pp),
         )
     )
     validate(plan)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,9 +16,12 @@ from typing import Any, Literal, NoReturn
 from data.config import DataConfig, sources
 from megalite import parallel_config
 from megalite.config import Value, differences, load, suggest, values_of
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, ScheduleError
 from megalite.optim.config import OptimConfig
 from megalite.parallel_config import ModelFacts, ParallelConfig
+from megalite.schedule.generators import FILE, build_schedule
+from megalite.schedule.lower import lower
+from megalite.schedule.validate import validate
 from model.config import PRESETS, GPTConfig
 
 
@@ -241,7 +243,29 @@ def violations(cfg: Config, world_size: int) -> list[ConfigError]:
         cfg.train.global_batch_size,
         cfg.train.micro_batch_size,
     )
+    layout = layout or [*_schedule_file(cfg, world_size)]
     return [*layout, *_bounds(cfg), *_model(cfg.model), *_data(cfg), *_files(cfg), *_refused(cfg)]
+
+
+def _schedule_file(cfg: Config, world_size: int) -> Iterator[ConfigError]:
+    """What is wrong with a schedule from a file, in a layout that breaks no rule."""
+    parallel = cfg.parallel
+    if not parallel.schedule.startswith(FILE):
+        return
+    m = num_microbatches(cfg, parallel_config.mesh_shape(parallel, world_size).dp)
+    try:
+        made = build_schedule(parallel.schedule, parallel.pp, m, parallel.virtual_stages)
+        validate(lower(made))
+    except ConfigError as error:
+        yield error
+    except ScheduleError as error:
+        flags = f"--schedule {parallel.schedule} --pp {parallel.pp} --microbatches {m}"
+        flags += f" --virtual-stages {parallel.virtual_stages}"
+        yield ConfigError(
+            "parallel.schedule",
+            str(error).splitlines()[0],
+            f"tools/show_schedule.py {flags} shows where",
+        )
 
 
 def _bounds(cfg: Config) -> Iterator[ConfigError]:
@@ -337,61 +361,6 @@ def check_same_run(cfg: Config, saved_yaml: str | Path) -> list[tuple[str, Value
             "from a checkpoint)",
         )
     return free
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those of the job, and among those of its node."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-def world_from_env(env: Mapping[str, str] = os.environ) -> World:
-    """What torchrun, or no launcher at all, has put into the environment.
-
-    Raises:
-        ConfigError: for incomplete variables, or where srun's tasks each start a job of their own.
-    """
-    rank, size = _whole(env, "RANK", 0), _whole(env, "WORLD_SIZE", 1)
-    local_size = _whole(env, "LOCAL_WORLD_SIZE", size)
-    world = World(rank, size, _whole(env, "LOCAL_RANK", rank), local_size)
-    if not (rank < size and world.local_rank < local_size <= size):
-        raise ConfigError("RANK", f"no process can be {world}", "Start the job with torchrun")
-    steps = _whole(env, "SLURM_STEP_NUM_TASKS", 1)
-    if size == 1 and steps > 1:
-        raise ConfigError(
-            "SLURM_STEP_NUM_TASKS",
-            f"srun started {steps} tasks that know nothing of each other, each a run of its own",
-            "Use launch/slurm.sbatch, or srun --ntasks-per-node=1 torchrun ...",
-        )
-    tasks = _tasks_per_node(env)
-    if local_size > 1 and tasks > 1:
-        raise ConfigError(
-            "SLURM_NTASKS",
-            f"srun starts {tasks} tasks a node and torchrun starts {local_size} processes in "
-            f"each, {tasks * local_size} in all",
-            "Drop srun's tasks (--ntasks-per-node=1), keep torchrun: launch/slurm.sbatch does so",
-        )
-    return world
-
-
-def _whole(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name) or str(default)
-    if not text.isdecimal():
-        raise ConfigError(name, f"{text!r} is no whole number", "Let torchrun or Slurm set it")
-    return int(text)
-
-
-def _tasks_per_node(env: Mapping[str, str]) -> int:
-    """Slurm's tasks on a node: of the step if it says so, else of the job; 1 outside Slurm."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if counts := re.findall(r"(?:^|,)(\d+)", env.get(name, "")):  # such as 2(x3),1
-            return max(map(int, counts))
-    nodes = _whole(env, "SLURM_NNODES", 1)
-    return math.ceil(_whole(env, "SLURM_NTASKS", 1) / max(nodes, 1))
 
 
 def report_config_error(error: ConfigError, patience_s: float = 20.0) -> NoReturn:

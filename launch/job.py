@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from launch.config import World, report_config_error
+from launch.config import report_config_error
+from launch.world import World
 from megalite.errors import ConfigError
 from megalite.mesh import Mesh, TorchTransport, backend_of, local_device
 from megalite.mesh_shape import MeshShape

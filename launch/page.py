@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from launch.build import make_plan
 from launch.config import Config, load_config
 from launch.partition import layers_of
-from megalite.errors import ConfigError
+from launch.run_dir import SCHEDULE
+from megalite.errors import ConfigError, ScheduleError
 from megalite.parallel_config import mesh_shape
 from megalite.report.history import read_history
 from megalite.report.measured import Traced, read_traces
 from megalite.report.page import Layout, Run, render
 from megalite.report.series import compact
+from megalite.schedule.generators import FILE
 
 _QUICK = 64_000_000  # bytes of traces that are read in seconds
 
@@ -50,7 +53,7 @@ def read_run(run_dir: Path, *, quick: bool = False) -> Run:
         run_dir=cfg.run.dir,
         config=path.read_text(encoding="utf-8"),
         history=history,
-        layout=layout(cfg, history.layout),
+        layout=layout(cfg, history.layout, run_dir),
         traced=traces(run_dir / "trace", quick),
     )
 
@@ -70,14 +73,23 @@ def about(cfg: Config) -> str:
     return f"{size}, {train.dtype}, {batch}"
 
 
-def layout(cfg: Config, text: str) -> Layout | None:
+def layout(cfg: Config, text: str, run_dir: Path) -> Layout | None:
     """The layout that a run has written down as ``text``: its dp is not in the configuration."""
     found = re.search(r"\bdp (\d+)", text)
     if not found:
         return None
     dp, parallel = int(found[1]), cfg.parallel
-    shape, plan = mesh_shape(parallel, dp * parallel.tp * parallel.pp), make_plan(cfg, dp)
-    return Layout(shape, plan, layers_of(cfg, plan))
+    if parallel.schedule == "auto" or parallel.schedule.startswith(FILE):
+        written = f"{FILE}{run_dir / SCHEDULE}"
+        cfg = replace(cfg, parallel=replace(parallel, schedule=written))
+    try:
+        plan = make_plan(cfg, dp)
+    except ScheduleError as error:
+        raise ConfigError(
+            "RUN_DIR", str(error).splitlines()[0], f"Restore {SCHEDULE} there"
+        ) from error
+    shape = mesh_shape(parallel, dp * parallel.tp * parallel.pp)
+    return Layout(shape, replace(plan, name=parallel.schedule), layers_of(cfg, plan))
 
 
 def write(path: Path, text: str) -> None:

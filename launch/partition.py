@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launch.config import Config
 from megalite.schedule.action import Plan
 from megalite.schedule.placement import place_layers
@@ -14,7 +16,7 @@ def layers_of(cfg: Config, plan: Plan) -> tuple[range, ...]:
     """Stage -> its layers. A partition by profile must have been resolved before."""
     partition = cfg.parallel.partition
     if partition == "balanced":
-        return split(cfg, formula_costs(cfg), plan)
+        return split(cfg, formula_costs(cfg), plan.rank_of)
     assert partition != "profile", "a profile has to be measured first"
     return place_layers([1.0] * cfg.model.num_layers, plan.num_stages, mode=partition)
 
@@ -30,13 +32,13 @@ def formula_costs(cfg: Config) -> ModelCosts:
     ).costs()
 
 
-def split(cfg: Config, costs: ModelCosts, plan: Plan) -> tuple[range, ...]:
-    """The layers of each stage, so that the dearest rank costs least."""
+def split(cfg: Config, costs: ModelCosts, rank_of: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, whose rank is given, so that the dearest rank costs least."""
     return place_layers(
         [costs.block.time.total] * cfg.model.num_layers,
-        plan.num_stages,
+        len(rank_of),
         first_extra=costs.embedding.time.total,
         last_extra=costs.head.time.total,
         mode="balanced",
-        rank_of=plan.rank_of,
+        rank_of=rank_of,
     )

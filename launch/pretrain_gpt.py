@@ -18,22 +18,16 @@ from data.loader import EvalLoader, TokenLoader
 from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
 from launch.build import SUM_DTYPES, Training, build, describe
-from launch.config import (
-    Config,
-    check,
-    load_config,
-    report_config_error,
-    resolve_vocab,
-    world_from_env,
-)
+from launch.config import Config, check, load_config, report_config_error, resolve_vocab
 from launch.figures import Figures
 from launch.job import die, joined, share_text
-from launch.profile import TIMED_STEPS, resolve_partition, stage_times
+from launch.profile import TIMED_STEPS, resolve, stage_times
 from launch.record import Recorder
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
 from launch.tracing import TraceFiles
+from launch.world import world_from_env
 from megalite.errors import ConfigError
 from megalite.mesh import Mesh, local_device
 from megalite.optim.adamw import choose_backend, learning_rate
@@ -81,8 +75,8 @@ def run(
 ) -> None:
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
-    cfg, profile = resolve_partition(cfg, mesh)
-    training = build(cfg, mesh, timed=profile is not None)
+    cfg, plan, profile = resolve(cfg, mesh)
+    training = build(cfg, mesh, plan, timed=profile is not None)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
@@ -95,7 +89,7 @@ def run(
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     figures = Figures(cfg, mesh, training.plan, training.trace)
-    recorder = Recorder(cfg, mesh, position, figures, train_data)
+    recorder = Recorder(cfg, mesh, plan, position, figures, train_data)
     with recorder, loader, TraceFiles(training):
         recorder.say(describe(training))
         if profile:

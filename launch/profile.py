@@ -21,9 +21,12 @@ from launch.build import DTYPES, Training, make_plan
 from launch.config import Config
 from launch.partition import split
 from megalite.grads import GradSink
-from megalite.mesh import Mesh
+from megalite.mesh import Group, Mesh
 from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
+from megalite.schedule.action import Plan
+from megalite.schedule.costs import Costs
+from megalite.schedule.placement import place_layers, place_stages
 from megalite.tensor_parallel.linear import Layout
 from model.costs import LayerCost, ModelCosts, Passes
 from model.gpt import GPTStage
@@ -46,6 +49,16 @@ class Split:
     @property
     def stages(self) -> list[LayerCost]:
         return self.costs.stages(self.layers)
+
+    def planned(self, comm: float) -> Costs:
+        """What a schedule is planned for, with seconds of a message between ranks."""
+        passes = [stage.time for stage in self.stages]
+        return Costs(
+            tuple(p.forward for p in passes),
+            tuple(p.input_grad for p in passes),
+            tuple(p.weight_grad for p in passes),
+            comm,
+        )
 
     def profile(self) -> str:
         """What was measured, a line each kind of layer."""
@@ -79,17 +92,63 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def resolve_partition(cfg: Config, mesh: Mesh) -> tuple[Config, Split | None]:
-    """``cfg`` with measured counts in place of ``partition: profile``; else ``cfg`` and None.
+def resolve(cfg: Config, mesh: Mesh) -> tuple[Config, Plan, Split | None]:
+    """What is left to be measured: the counts of ``partition: profile``, the plan of ``auto``.
 
-    Collective over the mesh; every rank comes to the same counts.
+    Collective over the mesh; every rank comes to the same.
+
+    Returns:
+        ``cfg`` with counts in place of ``profile``, the step's plan, and, if anything was
+        measured, what.
     """
-    if cfg.parallel.partition != "profile":
-        return cfg, None
+    parallel, dp = cfg.parallel, mesh.shape.dp
+    if "profile" != parallel.partition and "auto" != parallel.schedule:
+        return cfg, make_plan(cfg, dp), None
     costs = measure(cfg, mesh)
-    found = Split(costs, split(cfg, costs, make_plan(cfg, mesh.shape.dp)))
-    counts = tuple(len(layers) for layers in found.layers)
-    return replace(cfg, parallel=replace(cfg.parallel, partition=counts)), found
+    if parallel.schedule == "auto":
+        # Where auto places stages follows from what they cost; so the split comes first.
+        rank_of = place_stages("loop", parallel.pp, parallel.virtual_stages)
+    else:
+        rank_of = make_plan(cfg, dp).rank_of
+    if parallel.partition in ("profile", "balanced"):
+        layers = split(cfg, costs, rank_of)
+        counts = tuple(map(len, layers))
+        cfg = replace(cfg, parallel=replace(parallel, partition=counts))
+    else:
+        mode = parallel.partition
+        layers = place_layers([1.0] * cfg.model.num_layers, len(rank_of), mode=mode)
+    found = Split(costs, layers)
+    return cfg, make_plan(cfg, dp, found.planned(message_seconds(cfg, mesh))), found
+
+
+def message_seconds(cfg: Config, mesh: Mesh, rounds: int = ROUNDS) -> float:
+    """Of hidden states from one pipeline rank to the next: half of there and back, the median,
+    the mean over all. Collective; 0 without a pipeline."""
+    if mesh.pp.size == 1:
+        return 0.0
+    ends = [column[:2] for column in mesh.shape.groups("pp")]
+    pair = next((g for g in mesh.new_group(ends) if g is not None), None)
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if pair is not None:
+        total[0], total[1] = _round_trip(cfg, mesh, pair, rounds) / 2, 1.0
+    mesh.world.all_reduce(total).wait()
+    seconds, count = total.tolist()
+    return float(seconds / count)
+
+
+def _round_trip(cfg: Config, mesh: Mesh, pair: Group, rounds: int) -> float:
+    cut = mesh.tp.size if cfg.parallel.sequence_parallel else 1
+    rows = cfg.train.micro_batch_size * cfg.model.seq_length // cut
+    dtype = DTYPES[cfg.train.dtype]
+    tensor = torch.zeros(rows, cfg.model.hidden_size, dtype=dtype, device=mesh.device)
+    me, taken = mesh.pp.index, []
+    for _ in range(rounds + 2):
+        start = _now(mesh.device)
+        for sender in (0, 1):
+            work = pair.send(tensor, 1 - me) if me == sender else pair.recv(tensor, 1 - me)
+            work.wait()
+        taken.append(_now(mesh.device) - start)
+    return median(taken[2:])
 
 
 def stage_times(training: Training) -> list[tuple[float, float]]:
@@ -171,13 +230,13 @@ class Probe:
 
     def run(self) -> tuple[float, float, float]:
         """Seconds of F, I and W of a microbatch."""
-        ticks = [self._now()]
+        ticks = [_now(self.device)]
         self.stage.forward(0, self.x, self.targets)
-        ticks.append(self._now())
+        ticks.append(_now(self.device))
         self.stage.input_grad(0, self.grad)
-        ticks.append(self._now())
+        ticks.append(_now(self.device))
         self.stage.weight_grad(0)
-        ticks.append(self._now())
+        ticks.append(_now(self.device))
         forward, input_grad, weight_grad = (b - a for a, b in zip(ticks, ticks[1:], strict=False))
         return forward, input_grad, weight_grad
 
@@ -191,10 +250,12 @@ class Probe:
         self.stage.backward(0, self.grad)
         return kept
 
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
+
+def _now(device: torch.device) -> float:
+    """Seconds, after all that the device has to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 class _Made(TorchDispatchMode):

@@ -27,6 +27,7 @@ from megalite.metrics import (
     StepRecord,
 )
 from megalite.optim.clip import StepTotals
+from megalite.schedule.action import Plan
 
 
 class Recorder:
@@ -37,7 +38,13 @@ class Recorder:
     """
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, position: Position, figures: Figures, data: Mixture
+        self,
+        cfg: Config,
+        mesh: Mesh,
+        plan: Plan,
+        position: Position,
+        figures: Figures,
+        data: Mixture,
     ) -> None:
         self._figures = figures
         self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
@@ -48,7 +55,7 @@ class Recorder:
         self._progress = Progress(cfg.train.steps, mesh.rank)
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
-            write_run_dir(cfg, data)
+            write_run_dir(cfg, data, plan)
             log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))

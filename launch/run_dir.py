@@ -13,8 +13,10 @@ from launch.config import Config, check_same_run
 from megalite.checkpoint.load import open_checkpoint
 from megalite.config import to_yaml
 from megalite.errors import CheckpointError, ConfigError
+from megalite.schedule.action import Plan
+from megalite.schedule.render import render_text
 
-CONFIG, DATA = "config.yaml", "data.json"
+CONFIG, DATA, SCHEDULE = "config.yaml", "data.json", "schedule.txt"
 _TRACES = ("checkpoints", "metrics.jsonl", "eval.jsonl", "events.jsonl")
 
 
@@ -68,11 +70,15 @@ def _check_contents(cfg: Config, data: Mixture, folder: Path) -> list[str]:
     return told
 
 
-def write_run_dir(cfg: Config, data: Mixture) -> None:
-    """Say which run this directory holds; the first thing that a run writes."""
+def write_run_dir(cfg: Config, data: Mixture, plan: Plan) -> None:
+    """Say which run this directory holds; the first thing that a run writes.
+
+    The schedule is one that ``file:PATH`` reads: ``auto`` finds another plan in other times.
+    """
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DATA, json.dumps(data_identity(data)).encode())
+    write_whole(folder / SCHEDULE, render_text(plan.compute_only()).encode())
     write_whole(folder / CONFIG, to_yaml(cfg).encode())
 
 

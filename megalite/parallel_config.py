@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalite.config import suggest
 from megalite.errors import ConfigError
 from megalite.mesh_shape import AXES, MeshShape
-from megalite.schedule.generators import SCHEDULES
+from megalite.schedule.generators import SCHEDULES, find_schedule
 from megalite.schedule.placement import place_layers
 
 
@@ -25,7 +24,9 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Stages on each pipeline rank."""
     schedule: str = "1f1b"
-    """Order of a rank's work: gpipe, 1f1b, interleaved_1f1b, ... (a wrong name lists all)."""
+    """Order of a rank's work: gpipe, 1f1b, ..., auto or file:PATH (a wrong name lists all)."""
+    schedule_memory: float = 0.0
+    """For schedule auto: the most microbatches in flight on a rank; 0: pp, as 1f1b has."""
     sequence_parallel: bool = False
     """Also cut the sequence over tp where layers are not; no effect at tp = 1."""
     zero1: bool = False
@@ -177,14 +178,19 @@ def _rank_order(parallel: ParallelConfig) -> Iterator[ConfigError]:
 
 def _schedule(parallel: ParallelConfig) -> Iterator[ConfigError]:
     name, v = parallel.schedule, parallel.virtual_stages
-    if name not in SCHEDULES:
+    try:
+        schedule = find_schedule(name)
+    except ConfigError as error:
+        yield error
+        return
+    if not parallel.schedule_memory >= 0:
         yield ConfigError(
-            "parallel.schedule",
-            f"{name!r} is not among the schedules of this version",
-            suggest(name, list(SCHEDULES)),
+            "parallel.schedule_memory",
+            f"{parallel.schedule_memory} is less than 0",
+            f"Use pp={parallel.pp} or more, or 0 for that",
         )
-    elif v > 0 and not SCHEDULES[name].allows(v):
-        want = SCHEDULES[name].fewest
+    if v > 0 and not schedule.allows(v):
+        want = schedule.fewest
         others = [n for n, s in SCHEDULES.items() if s.allows(v)]
         other = f", or parallel.schedule={_any_of(others)}" if others else ""
         yield ConfigError(

@@ -131,7 +131,7 @@ def test_a_profile_finds_the_best_split_and_is_worth_what_the_simulator_says(
     monkeypatch.setattr(profile_module, "time", Clock)
     plan = make_plan(CFG, 1)
     costs = measure(CFG, Mesh.single(), ROUNDS)
-    chosen = tuple(len(r) for r in split(CFG, costs, plan))
+    chosen = tuple(len(r) for r in split(CFG, costs, plan.rank_of))
     uniform = tuple(len(r) for r in layers_of(CFG, plan))
     stages = measured_stages()
 

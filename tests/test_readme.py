@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.command import ROOT, SMALL, override, run
+from tests.launch.command import ROOT, SMALL, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TEMPLATES = ("git clone", "bash launch/torchrun.sh --config FILE", "sbatch ")
@@ -62,7 +62,7 @@ def test_a_command_of_the_readme_works(line: str, folder: Path, tmp_path: Path) 
     words[0] = sys.executable
     if "launch/pretrain_gpt.py" in words:
         extra = [*SMALL, "--train.steps", "2", "--run.dir", str(tmp_path / "run")]
-        words = override(words, extra)
+        words = [*words, *extra]
     if "--vocab-size" in words:
         words[words.index("--vocab-size") + 1] = "300"
     done = run(words)

@@ -123,7 +123,9 @@ def find_schedule(name: str) -> Schedule:
     close = get_close_matches(name, SCHEDULES, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
     known = f"{', '.join(SCHEDULES)}, {FILE}PATH"
-    raise ConfigError("parallel.schedule", f"unknown schedule {name!r}", f"{hint}Known: {known}")
+    raise ConfigError(
+        "parallel.schedule", f"unknown schedule {name!r}", f"{hint}Use one of {known}"
+    )
 
 
 def build_schedule(

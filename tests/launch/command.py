@@ -56,20 +56,7 @@ def launcher(ranks: int) -> list[str]:
 def train(ranks: int, run_dir: Path, *flags: str, timeout_s: float = 120, **env: str) -> Result:
     """The small model's training, in fp64, without evaluation, checkpoints and wandb."""
     command = [*launcher(ranks), TRAIN, *TINY, *SMALL, "--run.dir", str(run_dir)]
-    return run(override(command, list(flags)), timeout_s, **env)
-
-
-def override(command: list[str], flags: list[str]) -> list[str]:
-    """Flags instead of those of the same name."""
-    names = {flag for flag in flags if flag.startswith("--")}
-    kept: list[str] = []
-    dropping = False
-    for word in command:
-        if word.startswith("--"):
-            dropping = word in names
-        if not dropping:
-            kept.append(word)
-    return kept + flags
+    return run([*command, *flags], timeout_s, **env)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from data.config import DataConfig, sources
 from launch.config import (
     UNSUPPORTED,
     Config,
-    World,
     check,
     check_same_run,
     facts_of,
@@ -22,7 +21,6 @@ from launch.config import (
     num_microbatches,
     resolve_vocab,
     violations,
-    world_from_env,
 )
 from megalite.config import field_types, to_yaml, values_of
 from megalite.errors import ConfigError
@@ -196,6 +194,36 @@ def test_a_run_is_taken_up_in_another_layout_and_nothing_else(tmp_path: Path) ->
     assert "parallel.tp" not in text and "run.stop_at" not in text
 
 
+def plan_file(folder: Path, text: str) -> Config:
+    path = folder / "plan.txt"
+    path.write_text(text)
+    flags = ("--parallel.pp", "2", "--train.global_batch_size", "2")
+    return of(*flags, "--train.micro_batch_size", "1", "--parallel.schedule", f"file:{path}")
+
+
+GRID = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n"
+
+
+def test_a_schedule_file_is_read_and_proven_before_anything_starts(tmp_path: Path) -> None:
+    check(plan_file(tmp_path, GRID), 2)
+    found = {
+        "1B0 needs 1F0 first": GRID.replace("1F0 1B0", "1B0 1F0"),
+        "0F0 repeats 0F0 of step 0": GRID.replace("0F0 0F1", "0F0 0F0"),
+        "has 2 ranks, pp=4": GRID,
+        "cannot read": "",
+    }
+    for problem, text in found.items():
+        cfg = plan_file(tmp_path, text)
+        if problem.startswith("has"):
+            cfg = replace(cfg, parallel=replace(cfg.parallel, pp=4))
+        if not text:
+            (tmp_path / "plan.txt").unlink()
+        with pytest.raises(ConfigError, match=problem) as caught:
+            check(cfg, 4)
+        assert len(str(caught.value).splitlines()) == 1
+    assert [e.field for e in violations(cfg, 4)] == ["parallel.schedule"]
+
+
 def test_sources_have_weights_that_are_1_unless_given() -> None:
     cfg = DataConfig(path=("a/b", "2:c", "0.5:d:e", "x:y", ":z"))
     assert sources(cfg) == [(1.0, "a/b"), (2.0, "c"), (0.5, "d:e"), (1.0, "x:y"), (1.0, ":z")]
@@ -204,66 +232,11 @@ def test_sources_have_weights_that_are_1_unless_given() -> None:
             sources(DataConfig(path=(entry,)))
 
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-
-
-def test_the_world_is_torchruns_or_one_process() -> None:
-    assert world_from_env({}) == World(0, 1, 0, 1)
-    assert world_from_env(TORCHRUN) == World(5, 8, 1, 4)
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"RANK": "1"},
-        {**TORCHRUN, "RANK": "8"},
-        {**TORCHRUN, "LOCAL_RANK": "4"},
-        {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"},
-        {**TORCHRUN, "WORLD_SIZE": "eight"},
-        {**TORCHRUN, "RANK": "-1"},
-    ],
-)
-def test_an_impossible_world_is_refused(env: dict[str, str]) -> None:
-    with pytest.raises(ConfigError):
-        world_from_env(env)
-
-
-@pytest.mark.parametrize(
-    "slurm",
-    [
-        {"SLURM_NTASKS": "8"},
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_NNODES": "2"},
-        {"SLURM_NTASKS_PER_NODE": "4"},
-        {"SLURM_STEP_TASKS_PER_NODE": "1,4(x2)"},
-    ],
-)
-def test_two_launchers_are_told_apart(slurm: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="Drop srun's tasks .* keep torchrun"):
-        world_from_env({**TORCHRUN, **slurm})
-
-
-@pytest.mark.parametrize(
-    "slurm",
-    [
-        {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_PROCID": "1"},
-        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
-        {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
-    ],
-)
-def test_one_task_a_node_is_one_launcher(slurm: dict[str, str]) -> None:
-    assert world_from_env({**TORCHRUN, **slurm}) == World(5, 8, 1, 4)
-
-
-def test_tasks_of_srun_without_torchrun_are_refused() -> None:
-    with pytest.raises(ConfigError, match="srun started 8 tasks"):
-        world_from_env({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"})
-    assert world_from_env({"SLURM_NTASKS": "8"}) == World()
-
-
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from launch.config import check, load_config, report_config_error, world_from_env
+from launch.config import check, load_config, report_config_error
+from launch.world import world_from_env
 from megalite.errors import ConfigError
 try:
     check(load_config(sys.argv[1:]), world_from_env().size)

@@ -13,14 +13,19 @@ import yaml
 from launch import profile as profile_module
 from launch.build import build, make_plan
 from launch.config import Config
+from launch.page import read_run
 from launch.partition import formula_costs, layers_of, split
-from launch.profile import Split, measure, resolve_partition, stage_times
+from launch.profile import Split, measure, resolve, stage_times
+from megalite.errors import ConfigError
 from megalite.mesh import Mesh, Transport
 from megalite.parallel_config import mesh_shape
+from megalite.schedule.action import Plan
+from megalite.schedule.render import render_text
 from megalite.schedule.simulate import simulate
+from megalite.schedule.validate import validate
 from model.config import PRESETS, GPTConfig
 from model.costs import LayerCost, ModelCosts, Passes
-from tests.launch.command import train
+from tests.launch.command import metrics, train
 from tests.live import live_bytes
 from tests.parity.harness import GPT2, TRAIN, batch_of, config
 from tests.ranks import run_ranks
@@ -61,7 +66,7 @@ def times(*of: float) -> ModelCosts:
 def test_measured_costs_go_into_the_simulator() -> None:
     cfg = config(LARGE_VOCABULARY, pp=4, train=replace(TRAIN, global_batch_size=32))
     plan, costs = make_plan(cfg, 1), times(0.0, 1.0, 2.0)
-    layers = split(cfg, costs, plan)
+    layers = split(cfg, costs, plan.rank_of)
     assert [len(r) for r in layers] == [2, 2, 2, 0]
 
     def step(layers: tuple[range, ...]) -> float:
@@ -102,9 +107,9 @@ def test_a_profile_touches_nothing_that_trains() -> None:
 def resolved(transport: Transport, cfg: Config) -> tuple[Config, ModelCosts, list[float]]:
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
     profile_module.ROUNDS = 2
-    cfg, found = resolve_partition(cfg, mesh)
+    cfg, plan, found = resolve(cfg, mesh)
     assert found is not None
-    training = build(cfg, mesh, timed=True)
+    training = build(cfg, mesh, plan, timed=True)
     losses = []
     for step in range(2):
         batch = batch_of(cfg, step, mesh.dp.index, mesh.dp.size)
@@ -135,7 +140,7 @@ def test_every_rank_comes_to_the_same_measured_split(layout: dict[str, Any]) -> 
 
 def test_a_configured_split_is_not_measured() -> None:
     cfg = config(GPT2, pp=2, partition=(1, 3))
-    assert resolve_partition(cfg, Mesh.single()) == (cfg, None)
+    assert resolve(cfg, Mesh.single()) == (cfg, make_plan(cfg, 1), None)
     with pytest.raises(AssertionError, match="measured first"):
         layers_of(config(GPT2, pp=2, partition="profile"), make_plan(cfg, 1))
 
@@ -160,3 +165,47 @@ def test_a_run_by_profile_prints_its_times_and_writes_its_split(tmp_path: Path) 
     assert done.output.count("predicted") == 4 and done.output.count("measured") == 2
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())["parallel"]["partition"]
     assert len(saved) == 2 and sum(saved) == 4
+
+
+def test_a_run_by_auto_plans_for_what_was_measured_and_writes_its_plan(tmp_path: Path) -> None:
+    layout = ["--parallel.pp", "2", "--parallel.virtual_stages", "2", "--train.steps", "6"]
+    done = train(2, tmp_path / "auto", *layout, "--parallel.schedule", "auto")
+    assert done.code == 0, done.output
+    assert "profile of a microbatch and tp rank" in done.output
+    plan = tmp_path / "auto" / "schedule.txt"
+    again = train(2, tmp_path / "again", *layout, "--parallel.schedule", f"file:{plan}")
+    assert again.code == 0, again.output
+    assert (tmp_path / "again" / "schedule.txt").read_text() == plan.read_text()
+    assert train(1, tmp_path / "alone", "--train.steps", "6").code == 0
+    lines, same, alone = (metrics(tmp_path / run) for run in ("auto", "again", "alone"))
+    for a, b, c in zip(lines, same, alone, strict=True):
+        assert a["loss"] == b["loss"] == pytest.approx(c["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(c["grad_norm"], rel=1e-10)
+    drawn = read_run(tmp_path / "auto").layout
+    assert drawn is not None and drawn.plan.name == "auto"
+    assert render_text(drawn.plan.compute_only()) == plan.read_text()
+    plan.write_text("rank 0: 0F0\n")
+    with pytest.raises(ConfigError, match="Restore schedule.txt"):
+        read_run(tmp_path / "auto")
+
+
+def planned(transport: Transport, cfg: Config) -> list[tuple[Any, Plan]]:
+    """With memory for as much as 1F1B, and for one microbatch at a time."""
+    mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
+    profile_module.ROUNDS = 2
+    little = replace(cfg, parallel=replace(cfg.parallel, schedule_memory=1.0))
+    found = [resolve(c, mesh)[:2] for c in (cfg, little)]
+    comm = profile_module.message_seconds(cfg, mesh)
+    mesh.close()
+    assert 0 < comm < 1
+    return [(c.parallel.partition, plan) for c, plan in found]
+
+
+def test_every_rank_comes_to_the_same_plan_and_keeps_the_memory() -> None:
+    cfg = config(LARGE_VOCABULARY, partition="balanced", schedule="auto", pp=2, tp=2)
+    ranks = run_ranks(4, planned, cfg)
+    (counts, plan), (_, little) = ranks[0]
+    assert len(counts) == 2 and sum(counts) == 6
+    assert validate(plan).peak_in_flight[0] <= 2 and max(validate(little).peak_in_flight) == 1
+    for rank in ranks[1:]:
+        assert rank == ranks[0]

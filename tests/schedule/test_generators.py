@@ -212,7 +212,7 @@ def test_looped_bfs_with_one_chunk_is_gpipe(pp: int) -> None:
 def test_an_unknown_schedule_gets_the_names_and_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.schedule: unknown schedule 'interleaved'.*"):
         build_schedule("interleaved", 2, 2)
-    with pytest.raises(ConfigError, match=r"Did you mean gpipe\? Known: naive, gpipe, 1f1b"):
+    with pytest.raises(ConfigError, match=r"Did you mean gpipe\? Use one of naive, gpipe, 1f1b"):
         build_schedule("g-pipe", 2, 2)
 
 
