@@ -10,13 +10,14 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from megalite.errors import ConfigError, ScheduleError
 from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs, MemoryLimit
 from megalite.schedule.generators import build_schedule
+from megalite.schedule.lost_time import LostTime, lost_time
 from megalite.schedule.lower import lower
 from megalite.schedule.render import render_text, to_csv
 from megalite.schedule.simulate import Timeline, simulate_step
@@ -70,9 +71,9 @@ def memory(text: str) -> MemoryLimit:
     return MemoryLimit(units, *open_w)
 
 
-def describe(plan: Plan, shown: Plan, timeline: Timeline, ideal: float) -> dict[str, Any]:
+def describe(plan: Plan, shown: Plan, times: Costs, timeline: Timeline) -> dict[str, Any]:
     """The figures of a lowered plan; ``shown`` is the plan whose actions are listed."""
-    report = validate(plan)
+    report, share = validate(plan), plan.num_microbatches / plan.pp
     return {
         "schedule": plan.name,
         "pp": plan.pp,
@@ -80,7 +81,7 @@ def describe(plan: Plan, shown: Plan, timeline: Timeline, ideal: float) -> dict[
         "num_microbatches": plan.num_microbatches,
         "actions": [[str(a) for a in actions] for actions in shown.actions],
         "makespan": timeline.makespan,
-        "ideal": ideal,
+        "ideal": share * sum(map(sum, (times.forward, times.input_grad, times.weight_grad))),
         "bubble_fraction": timeline.bubble_fraction,
         "span_bubble_fraction": timeline.span_bubble_fraction,
         "peak_in_flight": list(report.peak_in_flight),
@@ -88,9 +89,16 @@ def describe(plan: Plan, shown: Plan, timeline: Timeline, ideal: float) -> dict[
     }
 
 
-def headings(facts: dict[str, Any]) -> tuple[str, str, str, str]:
-    def numbers(values: Sequence[float]) -> str:
-        return ", ".join(f"{v:g}" for v in values)
+def headings(facts: dict[str, Any], lost: Sequence[LostTime]) -> tuple[str, ...]:
+    def numbers(values: Iterable[float]) -> str:
+        return ", ".join(f"{v:.6g}" for v in values)
+
+    causes = {
+        name.replace("_", " "): [getattr(rank, name) for rank in lost]
+        for name in ("warm_up_and_drain", "imbalance", "communication", "data_parallel")
+    }
+    least = 1e-9 * facts["makespan"]  # what additions leave is no time
+    idle = [f"{name} {numbers(t)}" for name, t in causes.items() if max(t) > least]
 
     return (
         f"{facts['schedule']}: {facts['pp']} ranks, {facts['num_stages']} stages, "
@@ -99,6 +107,7 @@ def headings(facts: dict[str, Any]) -> tuple[str, str, str, str]:
         f"bubble {facts['bubble_fraction']:.2%}, span bubble {facts['span_bubble_fraction']:.2%}",
         f"microbatches in flight at most, by rank: {numbers(facts['peak_in_flight'])}",
         f"weight gradients put off at most, by rank: {numbers(facts['peak_open_w'])}",
+        f"idle, by rank: {'; '.join(idle) or 'never'}",
     )
 
 
@@ -110,8 +119,8 @@ def show(args: argparse.Namespace) -> str:
     lowered = lower(plan)
     shown = lowered if args.messages else plan
     timeline = simulate_step(lowered, times)
-    facts = describe(lowered, shown, timeline, args.microbatches * sum(args.costs[:3]))
-    title, figures, *others = headings(facts)
+    facts = describe(lowered, shown, times, timeline)
+    title, figures, *others = headings(facts, lost_time(lowered, times))
     match args.format:
         case "json":
             return json.dumps(facts)

@@ -18,7 +18,6 @@ from tests.launch.command import (
     TRAIN,
     launcher,
     metrics,
-    override,
     run,
     train,
 )
@@ -244,7 +243,7 @@ def test_kill_9_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
     flags = ["--train.steps", "100000", "--parallel.pp", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
-        override(command, flags),
+        [*command, *flags],
         cwd=ROOT,
         env=env,
         stdout=subprocess.DEVNULL,

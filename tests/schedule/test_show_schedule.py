@@ -144,3 +144,12 @@ def test_a_file_with_a_wrong_order_is_shown_with_the_place(
     (tmp_path / "plan").write_text("0F0,0B0\n1B0,1F0\n")
     assert main(f"--schedule file:{tmp_path}/plan --pp 2 --microbatches 1".split()) == 2
     assert "[1B0]" in capsys.readouterr().err
+
+
+def test_the_idle_time_is_shown_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--schedule", "1f1b", "--pp", "2", "--microbatches", "3", "--costs", "1,1,1,0.5"]
+    assert main(flags) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("# idle"))
+    assert line == "# idle, by rank: warm up and drain 3, 3; communication 2, 2"
+    assert main(["--schedule", "1f1b", "--pp", "1", "--microbatches", "3"]) == 0
+    assert "# idle, by rank: never" in capsys.readouterr().out
