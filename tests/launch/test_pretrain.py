@@ -164,7 +164,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error_last(tmp_path: Path)
     script = ["tests/launch/failing.py", *TINY, *SMALL, "--run.dir", str(out)]
     flags = ["--train.steps", "1000", "--parallel.tp", "2", "--parallel.pp", "2"]
     began = time.monotonic()
-    done = run(override([*launcher(4), *script], flags))
+    done = run([*launcher(4), *script, *flags])
     assert done.code != 0 and time.monotonic() - began < 60
     assert "ZeroDivisionError: planted in rank 2" in done.last_lines(), done.output
     assert not processes_naming(str(out))
