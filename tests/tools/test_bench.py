@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -16,9 +17,10 @@ from megalite.mesh_shape import MeshShape
 from megalite.schedule.action import Plan
 from megalite.schedule.generators import SCHEDULES, build_schedule
 from megalite.schedule.lower import lower
+from tests.parity.harness import GPT2, config
 from tests.ranks import run_ranks
 from tools import bench, benches
-from tools.benches import gpt, pipeline, sleep
+from tools.benches import gpt, pipeline, size, sleep
 from tools.benches import ranks as bench_ranks
 from tools.benches.clock import slowest, time_in_turn
 from tools.benches.rows import Goal, Row, Sample, to_text
@@ -154,6 +156,32 @@ def test_the_rows_of_real_compute_are_rates_beside_one_process() -> None:
         "GPT 1f1b pp 2, tokens/s: beside one process": pytest.approx(2.0),
         "GPT 1f1b pp 2, tokens/s: beside torch 1f1b": pytest.approx(1.25),
     }
+
+
+def test_sizes_are_seconds_beside_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = config(GPT2, tp=2, pp=2, virtual_stages=2, schedule=size.SCHEDULE)
+    monkeypatch.setattr(size, "PLAN", (4, 8, 3))
+    monkeypatch.setattr(size, "LARGE", small)
+    checked, whole, built = size.run()
+    assert 0 < checked.ours.median < whole.ours.median
+    assert len(built.ours.values) == 4, "every rank is built"
+    assert [row.peer.median for row in (checked, whole, built)] == [10, 15, 2]
+    late = size.limited("x", [16.0], 15.0)
+    assert [row.verdict for row in (whole, built, late)] == ["met", "met", "missed"]
+
+
+def test_ranks_run_in_real_time_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "sched_setscheduler", lambda pid, policy, _: asked.append((pid, policy))
+    )
+    assert bench_ranks.schedule_in_real_time() and asked == [(0, os.SCHED_RR)]
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not bench_ranks.schedule_in_real_time()
 
 
 # --- what is timed -----------------------------------------------------------------------------
