@@ -37,8 +37,8 @@ class Sample:
 class Goal:
     """A limit of a row's ratio.
 
-    ``at most`` is met by the medians alone: a tie is enough. ``at least`` claims to be ahead,
-    which overlapping ranges do not show.
+    ``at most``, and ``at least`` with a limit of 1 or less, are met by the medians alone: a tie is
+    enough. ``at least`` with a higher one claims to be ahead, which overlapping ranges do not show.
     """
 
     bound: Literal["at most", "at least"]
@@ -76,7 +76,8 @@ class Row:
             return "met" if self.ratio <= self.goal.limit else "missed"
         if self.ratio < self.goal.limit:
             return "missed"
-        return "tie" if self.ours.overlaps(self.peer) else "met"
+        ahead = self.goal.limit <= 1 or not self.ours.overlaps(self.peer)
+        return "met" if ahead else "tie"
 
     @property
     def ok(self) -> bool:
