@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megalite.slices import Piece, Slice, get_slice, pieces
+from megalite.slices import Piece, Slice, flat_pieces, get_slice
 
 _SMALLEST, _LARGEST = 1 << 18, 1 << 23  # elements of a bucket
 # Buckets are filled up to whole vectors. A fused update on the CPU takes what is left of them by
@@ -59,7 +59,8 @@ class Bucket:
 
     def pieces(self, flat: Tensor, prefix: str = "") -> Iterator[Piece]:
         """What this bucket holds of global tensors, in a flat buffer laid out like it."""
-        return pieces(self.views(flat), prefix)
+        for param, view in self.views(flat):
+            yield from flat_pieces(param, view.reshape(-1), 0, prefix)
 
 
 class FlatParameters:
