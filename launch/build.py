@@ -92,6 +92,7 @@ class Training:
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
         """On the rank of the last stage: the summed loss, or without targets the logits."""
+        self.flat.current()
         return self.executor.run(forward_plan(self.plan.rank_of, batch.tokens.shape[0]), batch)
 
     @torch.no_grad()
@@ -164,13 +165,32 @@ def hold(cfg: Config, mesh: Mesh, plan: Plan, trace: Trace | None = None) -> Hel
     hold.
     """
     gpt = build_stages(cfg, mesh, plan)
-    flat = FlatParameters({s: list(module.parameters()) for s, module in gpt.items()})
+    stages = {s: list(module.parameters()) for s, module in gpt.items()}
+    flat = FlatParameters(stages, mesh.dp, cfg.parallel.zero1, trace)
     if mesh.device.type != "meta":
         initialize(flat.parameters(), cfg.train.seed)
     reducer = GradReducer(flat, mesh, trace)
     for module in gpt.values():
         module.layout.sink.on_ready = reducer.grad_ready
+        for user, params in users(module):
+            flat.wait_before(user, params)
     return Held(gpt, flat, reducer, AdamW(flat, cfg.optim))
+
+
+def users(gpt: GPTStage) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """The modules of a stage before whose forward certain parameters must be current.
+
+    The head is used right after the final norm. The stage itself, which begins with the
+    embedding, must not wait for it.
+    """
+    found: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    if gpt.embedding is not None:
+        positions = [] if gpt.positions is None else list(gpt.positions.parameters())
+        found.append((gpt, [gpt.embedding, *positions]))
+    found += [(block, list(block.parameters())) for block in gpt.blocks]
+    if gpt.norm is not None and gpt.head is not None:
+        found.append((gpt.norm, [*gpt.norm.parameters(), gpt.head]))
+    return found
 
 
 def open_trace(cfg: Config, mesh: Mesh) -> Trace:
@@ -260,7 +280,8 @@ def describe(training: Training) -> str:
         f"model: {cfg.model.num_parameters():,} parameters, {flat.num_elements:,} on rank 0, in "
         f"{cfg.train.dtype}; gradients, master weights and moments in {wide}",
         f"optimizer: AdamW ({training.optimizer.backend}), gradient norm clipped at {clip}"
-        + ("" if apex in ("absent", "complete") else f"; not used: apex is {apex}"),
+        + ("" if apex in ("absent", "complete") else f"; not used: apex is {apex}")
+        + (f"; its state cut over {shape.dp} replicas (ZeRO-1)" if flat.zero1 else ""),
     ]
     return "\n".join(lines)
 

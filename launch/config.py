@@ -108,7 +108,6 @@ class Config:
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("model.dropout", ()),
-    ("parallel.zero1", (True,)),
     ("parallel.recompute", ("selective", "full")),
     ("parallel.reconfigure", ()),
     ("data.reset_at_document", (True,)),

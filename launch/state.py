@@ -27,16 +27,21 @@ class Position:
     updates: int = 0
 
 
-def state_pieces(training: Training) -> Iterator[Piece]:
-    """Every tensor of the state on this rank, copies that another rank owns included."""
-    yield from training.flat.weight_pieces()
-    yield from training.optimizer.pieces()
+def state_pieces(training: Training, share: bool = False) -> Iterator[Piece]:
+    """Every tensor of the state on this rank, copies that another rank owns included.
+
+    ``share``: only this replica's share, so that the replicas of a stage have each element once.
+    """
+    yield from training.flat.weight_pieces(share)
+    yield from training.optimizer.pieces(share)
 
 
 def save_state(training: Training, position: Position, directory: Path, share: Share) -> Path:
-    """Write a checkpoint of this position and remove those that are no longer kept; collective."""
+    """Write a checkpoint of this position and remove those that are no longer kept; collective.
+
+    Every replica writes its share, with and without ZeRO-1: more disks, and less for each.
+    """
     cfg, mesh = training.cfg, training.mesh
-    mine = (p for p in state_pieces(training) if mesh.dp.index == 0)
     extra = {
         "position": asdict(position),
         "layout": str(mesh.shape),
@@ -45,7 +50,7 @@ def save_state(training: Training, position: Position, directory: Path, share: S
     path = save(
         directory,
         position.step,
-        mine,
+        state_pieces(training, share=True),
         extra,
         rank=mesh.rank,
         world_size=mesh.shape.world_size,

@@ -75,6 +75,7 @@ class TorchGroup:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self.group, self.ranks = group, tuple(ranks)
+        self.copies = dist.get_backend(group) == "gloo"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
         return _work(dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True))
@@ -83,6 +84,11 @@ class TorchGroup:
         return _work(dist.all_gather_single(output, tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if (
+            self.copies
+            and output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        ):
+            return self.all_reduce(tensor)  # what gloo would do on a copy of the whole
         return _work(dist.reduce_scatter_single(output, tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
@@ -135,14 +141,17 @@ class Axis:
         return self.group.all_reduce(tensor, op) if self.group else DONE
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """``output`` (size * n, ...) from every rank's ``tensor`` (n, ...)."""
+        """``output`` (size * n, ...) from every rank's ``tensor`` (n, ...), which may be this
+        rank's part of ``output``."""
         if self.group:
             return self.group.all_gather(output, tensor)
         output.copy_(tensor)
         return DONE
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """``output`` (n, ...), the sum over ranks of this rank's part of ``tensor``."""
+        """``output`` (n, ...), the sum over ranks of this rank's part of ``tensor``.
+
+        It may be that very part; what the others of ``tensor`` then hold is not defined."""
         if self.group:
             return self.group.reduce_scatter(output, tensor)
         output.copy_(tensor)

@@ -3,10 +3,14 @@ reduction, the norm, checkpoints and tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor, nn
+
+# (offset, extent), both in elements of a tensor, one number a dim.
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Piece:
     """A rectangle of a global tensor and the local memory that holds it.
 
     ``tensor`` has the rectangle's extent and may be a view; ``owner`` is true on exactly one of
-    the ranks of a (tp x pp) grid that hold the rectangle.
+    the ranks of a (tp x pp) grid that hold an element.
     """
 
     name: str
@@ -81,9 +85,52 @@ class Piece:
     owner: bool = True
 
 
-def pieces(named: Iterator[tuple[nn.Parameter, Tensor]], prefix: str = "") -> Iterator[Piece]:
-    """A piece for each (parameter, tensor of the parameter's local shape)."""
-    for param, tensor in named:
-        at = get_slice(param)
-        if all(at.extent):
-            yield Piece(prefix + at.name, at.shape, at.offset, at.valid(tensor), at.counted)
+def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
+    """The flat range [start, stop) of a row-major tensor as at most 2 d - 1 rectangles.
+
+    They follow each other in the range, and each is contiguous in it: the k-th one's elements,
+    in row-major order, are the next ``prod(extent)`` of the flat memory.
+
+    Raises:
+        ValueError: if the range is not within the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"[{start}, {stop}) is not a range of a tensor of shape {tuple(shape)}")
+    if start == stop:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = tuple(shape[1:])
+    row_size = prod(inner)
+    found: list[Rectangle] = []
+    while start < stop:
+        row, at = divmod(start, row_size)
+        rows = (stop - start) // row_size if at == 0 else 0
+        if rows:
+            found.append(((row, *(0 for _ in inner)), (rows, *inner)))
+            start += rows * row_size
+        else:
+            end = min(stop - row * row_size, row_size)
+            found += [((row, *o), (1, *e)) for o, e in rectangles(inner, at, end)]
+            start = row * row_size + end
+    return found
+
+
+def flat_pieces(param: nn.Parameter, flat: Tensor, start: int, prefix: str = "") -> Iterator[Piece]:
+    """What a run of a parameter's elements holds of the global tensor, without padding.
+
+    Args:
+        flat: (n,) the elements ``start`` to ``start + n`` of the local parameter in row-major
+            order, or what else is laid out like them (gradients, moments); the pieces are views.
+        prefix: goes before the parameter's global name.
+    """
+    at = get_slice(param)
+    for offset, extent in rectangles(param.shape, start, start + flat.numel()):
+        part, flat = flat[: prod(extent)].view(extent), flat[prod(extent) :]
+        ends = zip(offset, extent, at.extent, strict=True)
+        kept = [max(0, min(o + e, size) - o) for o, e, size in ends]
+        if all(kept):
+            for dim, size in enumerate(kept):
+                part = part.narrow(dim, 0, size)
+            place = tuple(map(sum, zip(at.offset, offset, strict=True)))
+            yield Piece(prefix + at.name, at.shape, place, part, at.counted)

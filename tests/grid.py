@@ -30,7 +30,11 @@ def hold(cfg: Config, world_size: int) -> list[Held]:
     for rank in range(world_size):
         mesh = Mesh.at(shape, rank)
         gpt = build_stages(cfg, mesh, plan)
-        flat = FlatParameters({s: list(module.parameters()) for s, module in gpt.items()})
+        flat = FlatParameters(
+            {s: list(module.parameters()) for s, module in gpt.items()},
+            mesh.dp,
+            cfg.parallel.zero1,
+        )
         initialize(flat.parameters(), cfg.train.seed)
         found.append(Held(mesh, gpt, flat))
     return found

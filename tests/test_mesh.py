@@ -67,6 +67,12 @@ def use_every_operation(transport: Transport) -> dict[str, Tensor]:
     mesh.dp.all_gather(found["all_gather"], mine).wait()
     mesh.dp.reduce_scatter(found["reduce_scatter"], both).wait()
     mesh.dp.broadcast(found["broadcast"], 1).wait()
+    whole, sums = torch.zeros(4, 3), torch.cat([both, both + 10.0])
+    part = whole[2 * mesh.rank : 2 * mesh.rank + 2]
+    mesh.dp.all_gather(whole, part.fill_(1.0 + mesh.rank)).wait()
+    part = sums[2 * mesh.rank : 2 * mesh.rank + 2]
+    mesh.dp.reduce_scatter(part, sums).wait()
+    found |= {"all_gather in place": whole, "reduce_scatter in place": part.clone()}
     mesh.close()
     return found
 
@@ -165,6 +171,10 @@ def test_every_operation_of_an_axis_means_what_it_says(transport: str) -> None:
         assert found["broadcast"].tolist() == [[2.0, 10.0]]
     assert first["reduce_scatter"].tolist() == [[3.0, 20.0]]
     assert second["reduce_scatter"].tolist() == [[7.0, 24.0]]
+    for found in (first, second):
+        assert found["all_gather in place"].tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    assert first["reduce_scatter in place"].tolist() == [[3.0, 20.0], [7.0, 24.0]]
+    assert second["reduce_scatter in place"].tolist() == [[23.0, 40.0], [27.0, 44.0]]
 
 
 @TRANSPORTS

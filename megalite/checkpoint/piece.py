@@ -1,7 +1,4 @@
-"""Rectangles of global tensors: where they meet, whether they tile, and what a flat range is.
-
-A rectangle is (offset, extent), both in elements of the global tensor, one number a dim.
-"""
+"""Rectangles of global tensors: where they meet, and whether they tile."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from math import prod
 
 from torch import Tensor
 
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+from megalite.slices import Rectangle
 
 
 def inside(shape: Sequence[int], offset: Sequence[int], extent: Sequence[int]) -> bool:
@@ -68,34 +65,3 @@ def miscounted(
             surplus[tuple(at for at, _ in corner)] += sign * prod(s for _, s in corner)
     first = min((at for at, value in surplus.items() if value), default=None)
     return None if first is None else (first, 1 + surplus[first])
-
-
-def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """The flat range [start, stop) of a row-major tensor as at most 2 d - 1 rectangles.
-
-    They follow each other in the range, and each is contiguous in it: the k-th one's elements,
-    in row-major order, are the next ``prod(extent)`` of the flat memory.
-
-    Raises:
-        ValueError: if the range is not within the tensor.
-    """
-    if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"[{start}, {stop}) is not a range of a tensor of shape {tuple(shape)}")
-    if start == stop:
-        return []
-    if not shape:
-        return [((), ())]
-    inner = tuple(shape[1:])
-    row_size = prod(inner)
-    found: list[Rectangle] = []
-    while start < stop:
-        row, at = divmod(start, row_size)
-        rows = (stop - start) // row_size if at == 0 else 0
-        if rows:
-            found.append(((row, *(0 for _ in inner)), (rows, *inner)))
-            start += rows * row_size
-        else:
-            end = min(stop - row * row_size, row_size)
-            found += [((row, *o), (1, *e)) for o, e in rectangles(inner, at, end)]
-            start = row * row_size + end
-    return found

@@ -3,7 +3,7 @@
 Most buckets are summed over dp as soon as their last gradient is there. Those whose gradient is
 first a part of a sum (over tp under sequence parallelism or shared key/value heads, over the two
 ends of the pipeline for a tied embedding) wait for the end of the schedule: one sum over tp, one
-over the tie, then dp.
+over the tie, then dp. With ZeRO-1 the sum over dp leaves each replica its share of it only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from megalite.trace import Trace
 
 
 class GradReducer:
-    """Owns the gradients of one rank between ``zero`` and ``finish``."""
+    """Owns the gradients of one rank between ``zero`` and ``finish``.
+
+    All replicas issue the same operations on dp in the same order, the weights' gathers included:
+    those of a step are issued before its successor begins.
+    """
 
     def __init__(self, flat: FlatParameters, mesh: Mesh, trace: Trace | None = None) -> None:
         self.flat, self.mesh, self.trace = flat, mesh, trace or Trace()
@@ -52,7 +56,7 @@ class GradReducer:
         ready = self._early[bucket.stage]
         at = self._next.get(bucket.stage, 0)
         while at < len(ready) and ready[at].waiting == 0:
-            self._works.append(self._sum("dp", self.mesh.dp, ready[at].grad))
+            self._works.append(self._sum_replicas(ready[at]))
             at += 1
         self._next[bucket.stage] = at
 
@@ -62,7 +66,8 @@ class GradReducer:
         assert not missing, f"stage {stage}: no gradient for {_names(missing)}"
 
     def finish(self) -> None:
-        """Sum what had to wait, and wait for all; the gradients are then those of the batch."""
+        """Sum what had to wait, and wait for all; the gradients are then those of the batch, in
+        what ``Bucket.updated`` gives of them."""
         missing = [b for b in self.flat.buckets if b.waiting > 0]
         assert not missing, f"no gradient for {_names(missing)}"
         if self._partial is not None:
@@ -70,15 +75,23 @@ class GradReducer:
             torch._foreach_copy_(self._targets, self._slots)
         for work in [self._sum("tie", self.mesh.tie, g) for g in self._tie_grads]:
             work.wait()
-        late = [b.grad for b in self.flat.buckets if b.late]
-        self._works += [self._sum("dp", self.mesh.dp, grad) for grad in late]
+        self._works += [self._sum_replicas(b) for b in self.flat.buckets if b.late]
         for work in self._works:
             work.wait()
         self._works.clear()
 
     def _sum(self, name: str, axis: Axis, grad: Tensor) -> Work:
         """Start to sum ``grad`` over an axis."""
-        work = axis.all_reduce(grad)
+        return self._traced(name, axis, axis.all_reduce(grad))
+
+    def _sum_replicas(self, bucket: Bucket) -> Work:
+        """Start to sum a bucket over dp; what is not this replica's to update may be left out."""
+        axis, grad = self.mesh.dp, bucket.grad
+        if not bucket.zero1:
+            return self._sum("dp", axis, grad)
+        return self._traced("dp", axis, axis.reduce_scatter(bucket.share(grad), grad))
+
+    def _traced(self, name: str, axis: Axis, work: Work) -> Work:
         return self.trace.reduction(name, work) if axis.size > 1 else work
 
 

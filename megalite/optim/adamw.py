@@ -69,16 +69,18 @@ def learning_rate(cfg: OptimConfig, step: int, num_steps: int) -> float:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over this rank's buckets.
 
-    State is one flat tensor a bucket and moment. Where weights are bf16 or fp16, ``master`` is
-    their fp32 copy, which is what is updated; else it is the weight itself.
+    State is one flat tensor a bucket and moment, of what this replica updates of the bucket: all,
+    or with ZeRO-1 its share. Where weights are bf16 or fp16, ``master`` is the fp32 copy of that
+    part, which is what is updated; else it is the weight itself.
     """
 
     def __init__(self, flat: FlatParameters, cfg: OptimConfig) -> None:
         self.flat, self.cfg = flat, cfg
         self.masters: list[Tensor] = []
         for bucket in flat.buckets:
-            wide = bucket.weight.to(bucket.grad.dtype)  # the same tensor where it is wide already
-            wide.grad = bucket.grad
+            # The weight's own memory where it is wide already.
+            wide = bucket.updated(bucket.weight).to(bucket.grad.dtype)
+            wide.grad = bucket.updated(bucket.grad)
             self.masters.append(wide)
         groups = [
             {
@@ -94,9 +96,9 @@ class AdamW:
         self.backend = choose_backend(cfg.backend, wide.device, wide.dtype)
         self.inner = self._make([g for g in groups if g["params"]] or groups[:1])
         self._copies = [
-            (b.weight, m)
+            (b.updated(b.weight), m)
             for b, m in zip(flat.buckets, self.masters, strict=True)
-            if b.weight is not m
+            if b.weight.dtype != m.dtype
         ]
         self._init_state()
 
@@ -119,12 +121,13 @@ class AdamW:
             }
 
     def step(self, lr: float, factor: Tensor, finite: Tensor) -> None:
-        """Update the weights from the buckets' gradients times ``factor``.
+        """Update the weights from the buckets' gradients times ``factor``. With ZeRO-1 they are
+        then under way from replica to replica: ``FlatParameters.current`` waits.
 
         Where ``finite`` is 0 nothing changes (except with apex, which cannot skip; the run then
         ends before anything is saved). Both are 0-d and stay on the device.
         """
-        grads = [b.grad for b in self.flat.buckets]
+        grads = [b.updated(b.grad) for b in self.flat.buckets]
         if not grads:
             return
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
@@ -136,19 +139,22 @@ class AdamW:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model's weights."""
+        """Round the masters into the model's weights, and start to give them to all replicas."""
         if self._copies:
             weights, masters = zip(*self._copies, strict=True)
             torch._foreach_copy_(list(weights), list(masters))
+        self.flat.gather()
 
-    def pieces(self) -> Iterator[Piece]:
-        """State by global name: ``optim.{master,exp_avg,exp_avg_sq}.<name>``."""
+    def pieces(self, share: bool = False) -> Iterator[Piece]:
+        """The state on this rank, or its share of that, by global name:
+        ``optim.{master,exp_avg,exp_avg_sq}.<name>``."""
         for bucket, master in zip(self.flat.buckets, self.masters, strict=True):
             state = self.inner.state[master]
-            if bucket.weight is not master:
-                yield from bucket.pieces(master, "optim.master.")
-            yield from bucket.pieces(state["exp_avg"], "optim.exp_avg.")
-            yield from bucket.pieces(state["exp_avg_sq"], "optim.exp_avg_sq.")
+            held = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            if bucket.weight.dtype != master.dtype:
+                held = {"master": master, **held}
+            for kind, flat in held.items():
+                yield from bucket.pieces(bucket.share(flat) if share else flat, f"optim.{kind}.")
 
     def set_num_steps(self, step: int) -> None:
         """How many updates the moments have seen, for their bias correction."""

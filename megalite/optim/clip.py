@@ -35,11 +35,12 @@ class StepTotals:
 
 
 def square_sum(flat: FlatParameters) -> Tensor:
-    """Sum of squares of the gradients that this rank counts, float64.
+    """Sum of squares of the gradients that this rank counts, float64: of its replica's share of
+    the buckets, also where it has the others'. So the sums are the same with and without ZeRO-1.
 
     Only short runs are summed in fp32: over a whole bucket that is off by up to 1 % on a CPU.
     """
-    rows = [b.grad.view(-1, VECTOR) for b in flat.buckets if b.counted]
+    rows = [b.share(b.grad).view(-1, VECTOR) for b in flat.buckets if b.counted]
     if not rows:
         device = flat.buckets[0].grad.device if flat.buckets else None
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -68,7 +69,7 @@ def step_totals(
     zero = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
     loss = loss_sum.double() if loss_sum is not None and counts_loss else zero
     tokens = num_tokens.double() if counts_loss else zero
-    squares = square_sum(flat) if mesh.dp.index == 0 and flat.buckets else zero
+    squares = square_sum(flat) if flat.buckets else zero
     vector = torch.stack([loss, tokens, squares])
     mesh.world.all_reduce(vector).wait()
     loss, tokens, squares = vector

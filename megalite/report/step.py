@@ -30,6 +30,7 @@ _REST = {
     "tp": ("c3", "sum over tp"),
     "tie": ("c3", "sum of tied gradients"),
     "dp": ("c3", "sum over dp"),
+    "gather": ("c3", "gather of weights"),
 }
 
 

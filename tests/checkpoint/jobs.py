@@ -15,9 +15,9 @@ import xxhash
 from torch import Tensor
 
 from megalite.checkpoint.manifest import MANIFEST, Share
-from megalite.checkpoint.piece import Rectangle, view
+from megalite.checkpoint.piece import view
 from megalite.checkpoint.save import save
-from megalite.slices import Piece
+from megalite.slices import Piece, Rectangle
 
 T = TypeVar("T")
 State = dict[str, Tensor]

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.checkpoint.piece import (
-    Rectangle,
     copy_overlap,
     inside,
     miscounted,
     overlap,
-    rectangles,
     view,
 )
+from megalite.slices import Rectangle
 from tests.checkpoint.jobs import count, cut
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
@@ -124,34 +123,3 @@ def test_a_rectangle_is_inside_only_with_all_its_sides(
     offset: tuple[int, ...], extent: tuple[int, ...], expected: bool
 ) -> None:
     assert inside((2, 3), offset, extent) is expected
-
-
-@given(st.data(), shapes)
-@settings(deadline=None)
-def test_a_flat_range_is_its_rectangles_one_after_the_other(
-    data: st.DataObject, shape: tuple[int, ...]
-) -> None:
-    numel = prod(shape)
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    tensor = torch.arange(numel).reshape(shape)
-    found = rectangles(shape, start, stop)
-    parts = [view(tensor, tuple(0 for _ in shape), r).reshape(-1) for r in found]
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-    assert flat.tolist() == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    assert all(prod(extent) for _, extent in found)
-
-
-def test_a_flat_range_of_a_matrix_is_two_part_rows_around_whole_rows() -> None:
-    assert rectangles((5, 4), 3, 14) == [((0, 3), (1, 1)), ((1, 0), (2, 4)), ((3, 0), (1, 2))]
-    assert rectangles((5, 4), 4, 12) == [((1, 0), (2, 4))]
-    assert rectangles((5, 4), 5, 7) == [((1, 1), (1, 2))]
-    assert rectangles((), 0, 1) == [((), ())]
-    assert rectangles((0, 4), 0, 0) == []
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 21)])
-def test_a_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match="is not a range of a tensor of shape"):
-        rectangles((5, 4), start, stop)

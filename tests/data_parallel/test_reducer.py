@@ -39,16 +39,23 @@ class Recorder:
         self.pending += 1
         return self
 
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        assert output.numel() * 2 == tensor.numel()
+        return self.all_reduce(tensor)
+
     def wait(self) -> None:
         self.pending -= 1
 
 
-def recorded(model: GPTConfig, plan: Plan | None = None) -> tuple[Training, Recorder]:
+def recorded(
+    model: GPTConfig, plan: Plan | None = None, zero1: bool = False
+) -> tuple[Training, Recorder]:
     """One rank of dp 2, as if alone, and what its dp group sees."""
     recorder = Recorder()
     axes = {a: Axis(a) for a in ("pp", "tp", "tie", "world")}
     dp = Axis("dp", 0, 2, (0, 1), recorder)  # type: ignore[arg-type]
-    cfg = config(model, train=replace(TRAIN, global_batch_size=2 * M, micro_batch_size=1))
+    train = replace(TRAIN, global_batch_size=2 * M, micro_batch_size=1)
+    cfg = config(model, train=train, zero1=zero1)
     training = build(cfg, Mesh(MeshShape(dp=2), None, {**axes, "dp": dp}))
     assert training.plan.num_microbatches == M
     training.plan = plan or training.plan
@@ -97,10 +104,13 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_module, "_SMALLEST", 1000)
 
 
+@pytest.mark.parametrize("zero1", [False, True], ids=["sum", "zero1"])
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_bucket_is_reduced_once_and_when_it_is_complete(plan: str, model: GPTConfig) -> None:
-    training, recorder = recorded(model, PLANS[plan])
+def test_a_bucket_is_reduced_once_and_when_it_is_complete(
+    plan: str, model: GPTConfig, zero1: bool
+) -> None:
+    training, recorder = recorded(model, PLANS[plan], zero1)
     run(training)
     early = [b for b in training.flat.buckets if not b.late]
     late = [b for b in training.flat.buckets if b.late]
@@ -120,9 +130,10 @@ def test_a_bucket_is_reduced_once_and_when_it_is_complete(plan: str, model: GPTC
     assert recorder.pending == 0
 
 
+@pytest.mark.parametrize("zero1", [False, True], ids=["sum", "zero1"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_first_reduction_runs_behind_the_last_backward(plan: str) -> None:
-    training, recorder = recorded(LLAMA, PLANS[plan])
+def test_the_first_reduction_runs_behind_the_last_backward(plan: str, zero1: bool) -> None:
+    training, recorder = recorded(LLAMA, PLANS[plan], zero1)
     run(training)
     order = [what for what, _ in recorder.events]
     first, last = order.index("reduce"), len(order) - 1 - order[::-1].index("ready")

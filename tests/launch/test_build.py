@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from launch.build import Held, hold, make_plan
 from launch.config import Config, TrainConfig, check, load_config
+from megalite.data_parallel.bucket import VECTOR
 from megalite.mesh import Mesh
 from megalite.mesh_shape import MeshShape
 from megalite.parallel_config import ParallelConfig
@@ -61,10 +63,8 @@ def held_bytes(held: Held) -> int:
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-def formula(rank: int) -> int:
-    """A bf16 weight, and fp32 of its gradient, its master and two moments; what every tp rank
-    holds whole has a buffer of partial gradients besides."""
-    pp = SHAPE.coords(rank)["pp"]
+def elements_of(pp: int) -> tuple[int, int]:
+    """Of a rank: all, and those that every tp rank holds whole."""
     d = MODEL.hidden_size
     elements = V * block_elements(MODEL, TP)
     whole = V * (2 * 2 * d + 2 * d)  # two norms, and two biases of row-parallel linears
@@ -74,6 +74,13 @@ def formula(rank: int) -> int:
     if pp == PP - 1:
         elements += head_elements(MODEL, TP)
         whole += 2 * d
+    return elements, whole
+
+
+def formula(rank: int) -> int:
+    """A bf16 weight, and fp32 of its gradient, its master and two moments; what every tp rank
+    holds whole has a buffer of partial gradients besides."""
+    elements, whole = elements_of(SHAPE.coords(rank)["pp"])
     return elements * (2 + 4 + 4 + 8) + 4 * whole
 
 
@@ -104,6 +111,26 @@ def test_the_layout_of_the_large_model_breaks_no_rule() -> None:
 def test_a_rank_of_the_large_model_holds_the_bytes_of_the_formula(pp: int, tp: int) -> None:
     check_bytes(pp * TP + tp)
     assert formula(0) > formula((PP - 1) * TP) > formula(TP)
+
+
+@pytest.mark.parametrize("pp", [0, PP - 1])
+def test_zero1_leaves_a_rank_a_share_of_masters_and_moments(pp: int) -> None:
+    dp = 64
+    shape = replace(SHAPE, dp=dp)
+    cfg = replace(CFG, parallel=replace(CFG.parallel, zero1=True))
+    elements, whole = elements_of(pp)
+    expected = elements * (2 + 4 + (4 + 8) / dp) + 4 * whole
+    found = set()
+    for replica in (0, 1, dp - 1):
+        rank = shape.rank({"pp": pp, "dp": replica, "tp": 3})
+        held = hold(cfg, Mesh.at(shape, rank, META), plan())
+        found.add(held_bytes(held))
+        fill = sum(b.weight.numel() for b in held.flat.buckets) - elements
+        assert 0 <= fill < len(held.flat.buckets) * VECTOR * dp
+        exact = expected + fill * (2 + 4 + (4 + 8) / dp) + 4 * len(held.flat.buckets)
+        assert held_bytes(held) == exact
+    (same,) = found
+    assert same == pytest.approx(expected, rel=0.001)
 
 
 def test_nothing_else_is_held() -> None:

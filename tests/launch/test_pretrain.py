@@ -80,9 +80,26 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     assert kept == ["step_00000040", "step_00000050"]
 
 
+def test_a_run_goes_on_in_another_layout_with_and_without_zero1(
+    alone: Path, tmp_path: Path
+) -> None:
+    steps = ["--train.steps", "50", "--checkpoint.every", "10"]
+    zero = ["--parallel.zero1", "True"]
+    for ranks, flags in (
+        (3, [*zero, "--run.stop_at", "10"]),
+        (2, ["--run.stop_at", "20"]),
+        (4, [*zero, "--parallel.pp", "2"]),
+    ):
+        done = train(ranks, tmp_path, *steps, *flags)
+        assert done.code == 0, done.output
+        assert ("(ZeRO-1)" in done.output) == ("--parallel.zero1" in flags)
+    assert_same_lines(tmp_path, alone)
+
+
 def test_bf16_trains_evaluates_and_samples(tmp_path: Path) -> None:
     flags = ["--train.dtype", "bf16", "--train.steps", "3", "--train.eval_every", "2"]
-    done = train(2, tmp_path, *flags, "--train.eval_batches", "1", "--parallel.pp", "2")
+    flags += ["--parallel.pp", "2", "--parallel.zero1", "True"]
+    done = train(4, tmp_path, *flags, "--train.eval_batches", "1")
     assert done.code == 0, done.output
     assert done.output.count("held-out loss") == 2
     assert "sampled from the model" in done.output

@@ -44,6 +44,10 @@ CASES: list[tuple[GPTConfig, int, dict[str, Any]]] = [
     (LLAMA, 4, {"tp": 4, **SP}),
     (LLAMA, 8, {"tp": 4, "pp": 2, **SP, **V2}),
     (TIED_LLAMA, 8, {"tp": 4, "pp": 2}),
+    (GPT2, 2, {}),
+    (GPT2, 3, {"zero1": True}),
+    (LLAMA, 6, {"tp": 2, **SP}),
+    (TIED_LLAMA, 12, {"tp": 2, "pp": 2, "zero1": True}),
 ]
 
 

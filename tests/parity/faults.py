@@ -24,7 +24,9 @@ def _without(training: Training, name: str) -> None:
 
 
 def no_dp_sum(training: Training) -> None:
-    _without(training, "dp")
+    """Each replica keeps its own gradient; under ZeRO-1 it updates its share with that."""
+    training.reducer.mesh = copy.copy(training.mesh)
+    training.reducer.mesh.dp = _deaf(training.mesh.dp)
 
 
 def no_partial_sum(training: Training) -> None:
@@ -69,13 +71,15 @@ class _Deaf:
         return DONE
 
 
+def _deaf(axis: Axis) -> Axis:
+    return replace(axis, group=_Deaf(axis.group, axis.index, axis.size))  # type: ignore[arg-type]
+
+
 def no_input_grad_sum(training: Training) -> None:
     for gpt in training.gpt.values():
         for module in gpt.modules():
             if isinstance(module, ColumnParallelLinear):
-                tp = module.layout.tp
-                deaf = replace(tp, group=_Deaf(tp.group, tp.index, tp.size))  # type: ignore[arg-type]
-                module.layout = replace(module.layout, tp=deaf)
+                module.layout = replace(module.layout, tp=_deaf(module.layout.tp))
 
 
 def lost_gradient(training: Training) -> None:
@@ -100,12 +104,30 @@ def swapped_microbatches(training: Training) -> None:
         training.executor.run = wrong  # type: ignore[method-assign]
 
 
+def no_gather(training: Training) -> None:
+    """Replicas go on with the old weights outside their own share."""
+    training.flat.zero1 = False
+
+
+def a_stale_bucket(training: Training) -> None:
+    """One bucket, that of the last use, is not gathered."""
+    training.flat._by_use.pop()
+
+
+def norm_of_a_share(training: Training) -> None:
+    """Of the replicas only the first counts its share in the norm."""
+    for bucket in training.flat.buckets:
+        bucket.counted = bucket.counted and training.mesh.dp.index == 0
+
+
 def applicable(cfg: Config, dp: int) -> list[Fault]:
     """The faults that a layout must notice."""
     parallel, found = cfg.parallel, []
     cut = parallel.sequence_parallel and parallel.tp > 1
     if dp > 1:
-        found.append(no_dp_sum)
+        found += [no_dp_sum, norm_of_a_share]
+    if dp > 1 and parallel.zero1:
+        found += [no_gather, a_stale_bucket]
     if cut or parallel.tp > cfg.model.kv_heads:
         found.append(no_partial_sum)
     if parallel.tp > 1:

@@ -31,6 +31,8 @@ V2 = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 SP = {"sequence_parallel": True}
 GPIPE = {"schedule": "gpipe"}
 V = {"virtual_stages": 2}
+ZERO = {"zero1": True}
+GPT2_257 = replace(GPT2, vocab_size=257)
 # ranks, model, layout; dp is what is left
 LAYOUTS: list[tuple[int, GPTConfig, dict[str, Any]]] = [
     (2, GPT2, {}),
@@ -83,12 +85,27 @@ LAYOUTS: list[tuple[int, GPTConfig, dict[str, Any]]] = [
     (4, LLAMA, {"tp": 2, "pp": 2, "partition": (4, 0), **SP}),
     (8, GPT2, {"tp": 2, "pp": 4, "partition": (0, 2, 0, 2), **SP}),
     (4, GPT2, {"pp": 4, "partition": "balanced"}),
+    (2, GPT2, {**ZERO}),
+    (2, LLAMA, {**ZERO}),
+    (3, GPT2, {**ZERO}),
+    (3, LLAMA, {**ZERO}),
+    (4, GPT2, {"tp": 2, **SP, **ZERO}),
+    (4, LLAMA, {"tp": 2, **SP, **ZERO}),
+    (4, GPT2, {"pp": 2, **ZERO}),
+    (4, LLAMA, {"pp": 2, **ZERO, **V2}),
+    (8, LLAMA, {"tp": 4, **SP, **ZERO}),
+    (8, GPT2_257, {"tp": 4, **SP, **ZERO}),
+    (6, GPT2, {"pp": 2, **V, **ZERO, "schedule": "zb_v"}),
+    (4, LLAMA, {"pp": 2, **ZERO, "schedule": "zb_h1"}),
+    (8, GPT2, {"tp": 2, "pp": 2, **SP, **ZERO, **V, "schedule": "zb_v"}),
+    (6, GPT2, {"pp": 3, **ZERO, "partition": (2, 0, 2)}),
 ]
 
 
 def name_of(case: tuple[int, GPTConfig, dict[str, Any]]) -> str:
     ranks, model, layout = case
     kind = "gpt2" if model.position == "learned" else "llama"
+    kind += f"{model.vocab_size}" if model.vocab_size != 65 else ""
     return f"{ranks}-{kind}-" + "-".join(f"{k}={v}" for k, v in layout.items())
 
 

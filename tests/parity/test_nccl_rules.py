@@ -13,11 +13,13 @@ from megalite.mesh import Mesh, Transport
 from megalite.parallel_config import mesh_shape
 from model.config import GPTConfig
 from tests.nccl_rules import NcclRulesTransport
-from tests.parity.harness import TRAIN, config, differences, join, serial, train
+from tests.parity.harness import TRAIN, Fault, config, differences, join, serial, train
 from tests.parity.test_layouts import LAYOUTS, TOLERANCE, name_of
 from tests.ranks import RankError, run_ranks
 
 ONE_STEP = replace(TRAIN, steps=1)
+TWO_STEPS = replace(TRAIN, steps=2)  # the weights of the first are gathered during the second
+Case = tuple[int, GPTConfig, dict[str, Any]]
 
 
 def read_in_the_step(training: Training) -> None:
@@ -31,25 +33,41 @@ def read_in_the_step(training: Training) -> None:
     training.executor.run = curious  # type: ignore[method-assign]
 
 
-def under_rules(transport: Transport, cfg: Config, curious: bool) -> dict[str, Any]:
+def no_wait_for_weights(training: Training) -> None:
+    """The forward does not wait for weights that are under way; the end of the run does."""
+    for gpt in training.gpt.values():
+        for module in gpt.modules():
+            module._forward_pre_hooks.clear()
+
+
+def under_rules(transport: Transport, cfg: Config, fault: Fault | None = None) -> dict[str, Any]:
     assert isinstance(transport, NcclRulesTransport)
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
     try:
-        return train(cfg, mesh, read_in_the_step if curious else None, transport.device_rules)
+        return train(cfg, mesh, fault, transport.device_rules)
     finally:
         mesh.close()
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=name_of)
-def test_a_layout_keeps_the_rules_of_nccl(case: tuple[int, GPTConfig, dict[str, Any]]) -> None:
+def test_a_layout_keeps_the_rules_of_nccl(case: Case) -> None:
     ranks, model, layout = case
-    cfg = config(model, train=ONE_STEP, **layout)
-    got = join(run_ranks(ranks, under_rules, cfg, False, transport="nccl_rules"))
-    for what, (size, where) in differences(got, serial(model, ONE_STEP)).items():
+    steps = TWO_STEPS if "zero1" in layout else ONE_STEP
+    cfg = config(model, train=steps, **layout)
+    got = join(run_ranks(ranks, under_rules, cfg, transport="nccl_rules"))
+    for what, (size, where) in differences(got, serial(model, steps)).items():
         assert size <= TOLERANCE[what], f"{what} differs by {size:.1e} at {where}"
 
 
 def test_a_host_read_in_the_step_is_an_error() -> None:
     cfg = config(train=ONE_STEP, pp=2)
     with pytest.raises(RankError, match="HostReadError"):
-        run_ranks(2, under_rules, cfg, True, transport="nccl_rules")
+        run_ranks(2, under_rules, cfg, read_in_the_step, transport="nccl_rules")
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=["dp", "dp-pp"])
+def test_a_forward_that_does_not_wait_for_its_weights_is_an_error(layout: dict[str, Any]) -> None:
+    ranks = 2 * layout.get("pp", 1)
+    cfg = config(train=TWO_STEPS, zero1=True, **layout)
+    with pytest.raises(RankError, match="BorrowedError: .* reads the buffer of all_gather"):
+        run_ranks(ranks, under_rules, cfg, no_wait_for_weights, transport="nccl_rules")
