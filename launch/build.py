@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -22,6 +22,7 @@ from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
 from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
+from megalite.recompute import recomputed
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs, MemoryLimit
@@ -31,7 +32,7 @@ from megalite.schedule.validate import validate
 from megalite.tensor_parallel.cross_entropy import IGNORE
 from megalite.tensor_parallel.linear import Layout
 from megalite.trace import Trace
-from model.gpt import GPTStage
+from model.gpt import Block, GPTStage
 
 DTYPES = {
     "fp32": torch.float32,
@@ -91,9 +92,13 @@ class Training:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
-        """On the rank of the last stage: the summed loss, or without targets the logits."""
+        """On the rank of the last stage: the summed loss, or without targets the logits.
+
+        Nothing is dropped.
+        """
         self.flat.current()
-        return self.executor.run(forward_plan(self.plan.rank_of, batch.tokens.shape[0]), batch)
+        plan = forward_plan(self.plan.rank_of, batch.tokens.shape[0])
+        return self.executor.run(plan, replace(batch, samples=None))
 
     @torch.no_grad()
     def losses(self, batch: Batch) -> Tensor:
@@ -129,16 +134,24 @@ class Held:
     optimizer: AdamW
 
 
-def build(cfg: Config, mesh: Mesh, plan: Plan | None = None, *, timed: bool = False) -> Training:
+def build(
+    cfg: Config,
+    mesh: Mesh,
+    plan: Plan | None = None,
+    *,
+    timed: bool = False,
+    eod: int | None = None,
+) -> Training:
     """Plan, model with its initial weights, reducer and optimizer for this rank.
 
     Collective over the mesh (the channels of the pipeline are groups). ``timed`` stages note how
-    long each of their passes takes.
+    long each of their passes takes. ``eod`` is the tokenizer's, for ``data.reset_at_document``.
     """
+    assert eod is not None or not cfg.data.reset_at_document, "no border between documents"
     plan = plan or make_plan(cfg, mesh.shape.dp)
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
-    held = hold(cfg, mesh, plan, trace)
+    held = hold(cfg, mesh, plan, trace, eod)
     kind = TimedStage if timed else Stage
     stages = {
         s: kind(
@@ -158,13 +171,19 @@ def build(cfg: Config, mesh: Mesh, plan: Plan | None = None, *, timed: bool = Fa
     )
 
 
-def hold(cfg: Config, mesh: Mesh, plan: Plan, trace: Trace | None = None) -> Held:
+def hold(
+    cfg: Config,
+    mesh: Mesh,
+    plan: Plan,
+    trace: Trace | None = None,
+    eod: int | None = None,
+) -> Held:
     """A rank's stages with their initial weights, and what updates them. Sends nothing.
 
     With ``Mesh.at`` on the device ``meta`` it takes no memory: what any rank of any layout would
     hold.
     """
-    gpt = build_stages(cfg, mesh, plan)
+    gpt = build_stages(cfg, mesh, plan, eod=eod)
     stages = {s: list(module.parameters()) for s, module in gpt.items()}
     flat = FlatParameters(stages, mesh.dp, cfg.parallel.zero1, trace)
     if mesh.device.type != "meta":
@@ -233,6 +252,7 @@ def build_stages(
     mesh: Mesh,
     plan: Plan,
     make_sink: Callable[[], GradSink] = GradSink,
+    eod: int | None = None,
 ) -> dict[int, GPTStage]:
     """This rank's stages, on its device, with their memory but no values yet."""
     ranges = layers_of(cfg, plan)
@@ -256,9 +276,22 @@ def build_stages(
             last=s == last,
             shared_embedding=shared,
             split_tie=split_tie,
+            seed=cfg.train.seed,
+            eod=eod if cfg.data.reset_at_document else None,
         )
+        recompute_blocks(found[s], cfg.parallel.recompute)
         shared = found[s].embedding if s == 0 else shared
     return found
+
+
+def recompute_blocks(module: GPTStage, mode: str) -> None:
+    """Keep of each block (full), or of its attention's core (selective), the inputs only."""
+    for block in module.blocks:
+        assert isinstance(block, Block)
+        if mode == "full":
+            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
+        elif mode == "selective":
+            block.attention.core = recomputed(block.attention.core)
 
 
 def describe(training: Training) -> str:

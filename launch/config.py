@@ -107,10 +107,7 @@ class Config:
 # Settings that are read but not carried out in this version, and the values that are refused;
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
-    ("model.dropout", ()),
-    ("parallel.recompute", ("selective", "full")),
     ("parallel.reconfigure", ()),
-    ("data.reset_at_document", (True,)),
     ("train.dtype", ("fp16",)),
     ("train.loss_scale", ()),
     ("train.loss_scale_interval", ()),

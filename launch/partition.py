@@ -29,6 +29,7 @@ def formula_costs(cfg: Config) -> ModelCosts:
         cfg.parallel.tp,
         element_bytes=ELEMENT_BYTES[cfg.train.dtype],
         sequence_parallel=cfg.parallel.sequence_parallel,
+        recompute=cfg.parallel.recompute,
     ).costs()
 
 

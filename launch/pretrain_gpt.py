@@ -76,7 +76,7 @@ def run(
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
     cfg, plan, profile = resolve(cfg, mesh)
-    training = build(cfg, mesh, plan, timed=profile is not None)
+    training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
@@ -122,6 +122,10 @@ def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step
     with trace.step(step):
         with trace.span("data"):
             batch = to_device(loader.batch(step - 1), training.mesh.device)
+            if training.cfg.model.dropout:
+                samples = torch.from_numpy(loader.sample_ids(step - 1))
+                batch.samples = samples.to(training.mesh.device, non_blocking=True)
+                batch.step = step
         lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
         totals = training.step(batch, lr)
         with trace.span("record"):

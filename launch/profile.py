@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.build import DTYPES, Training, make_plan
+from launch.build import DTYPES, Training, make_plan, recompute_blocks
 from launch.config import Config
 from launch.partition import split
 from megalite.grads import GradSink
 from megalite.mesh import Group, Mesh
 from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
+from megalite.rows import Rows
 from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs
 from megalite.schedule.placement import place_layers, place_stages
@@ -214,7 +215,10 @@ class Probe:
         index = 0 if first else 2 if last else 1
         dtype = DTYPES[cfg.train.dtype]
         layout = Layout(mesh.tp, cfg.parallel.sequence_parallel, dtype, self.device, GradSink())
-        module = GPTStage(cfg.model, blocks, layout, first=first, last=last)
+        # Any token may stand for the border between documents: a mask costs the same.
+        eod = 0 if cfg.data.reset_at_document else None
+        module = GPTStage(cfg.model, blocks, layout, first=first, last=last, eod=eod)
+        recompute_blocks(module, cfg.parallel.recompute)
         self.num_elements = sum(p.numel() for p in module.parameters())
         self.stage = Stage(module, index, 3, layout.sink, dtype, self.device, 1.0)
         draw = torch.Generator(self.device).manual_seed(_SEED)
@@ -224,6 +228,7 @@ class Probe:
         rows = (cfg.train.micro_batch_size, cfg.model.seq_length)
         ids: dict[str, Any] = {"generator": draw, "device": self.device}
         self.targets = torch.randint(max(cfg.model.vocab_size, 1), rows, **ids)
+        self.rows = Rows(self.targets, torch.arange(rows[0], device=self.device))
         hidden = module.hidden_shape(*rows)
         self.x = self.targets if first else torch.randn(hidden, dtype=dtype, **ids)
         self.grad: Tensor | None = None if last else torch.randn(hidden, dtype=dtype, **ids)
@@ -231,7 +236,7 @@ class Probe:
     def run(self) -> tuple[float, float, float]:
         """Seconds of F, I and W of a microbatch."""
         ticks = [_now(self.device)]
-        self.stage.forward(0, self.x, self.targets)
+        self.stage.forward(0, self.x, self.targets, self.rows)
         ticks.append(_now(self.device))
         self.stage.input_grad(0, self.grad)
         ticks.append(_now(self.device))
@@ -245,7 +250,7 @@ class Probe:
         held = {StorageWeakRef(p.untyped_storage()).cdata for p in self.stage.module.parameters()}
         made = _Made(held)
         with made:
-            self.stage.forward(0, self.x.clone(), self.targets)
+            self.stage.forward(0, self.x.clone(), self.targets, self.rows)
         kept = made.living()
         self.stage.backward(0, self.grad)
         return kept

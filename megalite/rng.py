@@ -38,12 +38,26 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def steps(index: Tensor) -> Tensor:
+    """How much a stream's state grows in ``index`` (int64) words; word i is mixed from the state
+    key + (i + 1) steps."""
+    return index * _signed(_GAMMA)
+
+
+def stir(x: Tensor) -> Tensor:
+    """Mix states to words, in place."""
+    scratch = torch.empty_like(x)
+    for bits, factor in ((30, _MUL_1), (27, _MUL_2), (31, 1)):
+        torch.bitwise_right_shift(x, bits, out=scratch)
+        x ^= scratch.bitwise_and_((1 << (64 - bits)) - 1)  # int64's own shift is arithmetic
+        if factor != 1:
+            x *= _signed(factor)
+    return x
+
+
 def words(key: int, index: Tensor) -> Tensor:
     """The 64-bit words number ``index`` (int64, any shape) of a stream, as int64."""
-    x = index * _signed(_GAMMA) + _signed(key + _GAMMA)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MUL_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MUL_2)
-    return x ^ _shift_right(x, 31)
+    return stir(steps(index) + _signed(key + _GAMMA))
 
 
 def uniform(key: int, index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ those of one microbatch on one tp rank, by pass: F forward, I input gradient, W 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.config import GPTConfig
 
@@ -117,17 +117,19 @@ def model_work(
     *,
     element_bytes: int = 2,
     sequence_parallel: bool = False,
+    recompute: str = "none",
 ) -> ModelWork:
     """Of a microbatch of full sequences, on one tp rank.
 
     Causal attention counts half of the score matrix, and 2.5 times its forward in I, where the
     scores are computed again (Dao 2023, arXiv:2307.08691, section 3.1.2). A tied head counts its
-    matrix too: it holds a copy unless it shares a rank with the embedding.
+    matrix too: it holds a copy unless it shares a rank with the embedding. What is computed again
+    counts in I: under ``recompute`` full a block keeps its input only.
     """
     n, cut = micro_batch_size * cfg.seq_length, tp if sequence_parallel else 1
     return ModelWork(
         _embedding(cfg, n, tp, cut, element_bytes),
-        _block(cfg, n, tp, cut, element_bytes),
+        _recomputed(cfg, n, tp, cut, element_bytes, recompute),
         _head(cfg, n, tp, cut, element_bytes),
     )
 
@@ -178,11 +180,33 @@ def _block(cfg: GPTConfig, n: int, tp: int, cut: int, size: int) -> LayerWork:
     flops = Passes(products + attention, products + 2.5 * attention, products)
     # Inputs and outputs of two norms; q, k, v and the attention's output; what the MLP's
     # activation takes and makes (of a gated one, the gate before and after SiLU). Korthikanti et
-    # al. 2022 (arXiv:2205.05198), table 2, without the masks of dropout.
+    # al. 2022 (arXiv:2205.05198), table 2, whose masks of dropout are a byte each.
     inner = 2 * q + 2 * kv + 2 * ups * ffn
-    kept = n * size * (4 * d // cut + inner)
+    kept = n * (size * (4 * d // cut + inner) + 2 * _mask_bytes(cfg, cut))
     elements = block_elements(cfg, tp)
     return LayerWork(flops, _moved(elements, kept, size), elements, kept)
+
+
+def _mask_bytes(cfg: GPTConfig, cut: int) -> int:
+    """Of one dropout of a token."""
+    return cfg.hidden_size // cut if cfg.dropout else 0
+
+
+def _recomputed(cfg: GPTConfig, n: int, tp: int, cut: int, size: int, recompute: str) -> LayerWork:
+    """A block of which a part is computed again. A fused attention keeps nothing to speak of but
+    what it takes and gives: there, selective only takes time."""
+    block = _block(cfg, n, tp, cut, size)
+    flops, moved = block.flops, block.moved_bytes
+    if recompute == "full":
+        again = Passes(0.0, flops.forward)
+        kept = n * size * cfg.hidden_size // cut
+        return LayerWork(
+            flops + again, moved + Passes(0.0, moved.forward), block.num_elements, kept
+        )
+    if recompute == "selective":
+        attention = 2.0 * n * cfg.seq_length * _widths(cfg, tp)[0]
+        return replace(block, flops=flops + Passes(0.0, attention))
+    return block
 
 
 def _moved(elements: int, kept: float, size: int) -> Passes:
@@ -199,7 +223,8 @@ def _embedding(cfg: GPTConfig, n: int, tp: int, cut: int, size: int) -> LayerWor
     """The gradient's rows are added in I, where there is no input to have a gradient."""
     rows = float(n * cfg.hidden_size)
     moved = Passes(2 * rows * size, rows * (size + 2 * _SUM_BYTES))
-    kept = n * 16 + (n if tp > 1 else 0)  # token ids twice, and which are another rank's
+    # Token ids twice, which are another rank's, and a mask of dropout.
+    kept = n * (16 + (1 if tp > 1 else 0) + _mask_bytes(cfg, cut))
     return LayerWork(Passes(), moved, embedding_elements(cfg, tp), kept)
 
 

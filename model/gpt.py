@@ -7,7 +7,8 @@ parallelism. Letters as in the rest of the project: h heads, v vocabulary, k hea
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
@@ -15,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from megalite.dropout import Draw, dropout
+from megalite.rows import Rows
 from megalite.slices import get_slice, set_slice
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.embedding import (
@@ -31,8 +34,24 @@ from megalite.tensor_parallel.linear import (
     vocab_logits,
 )
 from model.config import GPTConfig
+from model.documents import document_mask, document_starts, places
 
 Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class About:
+    """What the blocks of a stage are told about a microbatch.
+
+    Attributes:
+        rotation: of queries and keys, or None: positions are learned.
+        mask: (b, 1, s, s) to add to the scores, or None: each token sees all before it.
+        draw: of dropout's masks, or None: nothing is dropped.
+    """
+
+    rotation: Rotation | None = None
+    mask: Tensor | None = None
+    draw: Draw | None = None
 
 
 def rotate(x: Float[Tensor, "s b h k"], rotation: Rotation) -> Float[Tensor, "s b h k"]:
@@ -52,12 +71,40 @@ def rope(cfg: GPTConfig, length: int, layout: Layout) -> Rotation:
     return angles.cos().to(layout.dtype), angles.sin().to(layout.dtype)
 
 
+def attend(
+    q: Float[Tensor, "s b q_local"],
+    k: Float[Tensor, "s b kv_local"],
+    v: Float[Tensor, "s b kv_local"],
+    head_dim: int,
+    about: About,
+) -> Float[Tensor, "s b q_local"]:
+    """Attention of each head, from what its products give to what the next one takes."""
+    q, k, v = (rearrange(t, "s b (h k) -> s b h k", k=head_dim) for t in (q, k, v))
+    if about.rotation is not None:
+        q, k = rotate(q, about.rotation), rotate(k, about.rotation)
+    q, k, v = (rearrange(t, "s b h k -> b h s k") for t in (q, k, v))
+    y = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=about.mask,
+        is_causal=about.mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return rearrange(y, "b h s k -> s b (h k)")
+
+
 class Attention(nn.Module):
-    """Causal self-attention; queries, keys and values cut by head over tp."""
+    """Causal self-attention; queries, keys and values cut by head over tp.
+
+    ``core`` is all between the products, which alone may be computed again in the backward pass.
+    """
+
+    core: Callable[..., Tensor]
 
     def __init__(self, cfg: GPTConfig, layout: Layout, name: str) -> None:
         super().__init__()
-        self.head_dim = cfg.head_dim
+        self.head_dim, self.core = cfg.head_dim, attend
         d, kv = cfg.hidden_size, cfg.kv_heads * cfg.head_dim
         outputs = {
             "q": (d, cfg.num_heads),
@@ -69,17 +116,8 @@ class Attention(nn.Module):
             layout, f"{name}.out", d, d, bias=cfg.bias, std=residual_std(cfg)
         )
 
-    def forward(
-        self, x: Float[Tensor, "s b d"], rotation: Rotation | None
-    ) -> Float[Tensor, "s b d"]:
-        q, k, v = (rearrange(t, "s b (h k) -> s b h k", k=self.head_dim) for t in self.qkv(x))
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        q, k, v = (rearrange(t, "s b h k -> b h s k") for t in (q, k, v))
-        y = scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        out: Tensor = self.out(rearrange(y, "b h s k -> s b (h k)"))
+    def forward(self, x: Float[Tensor, "s b d"], about: About) -> Float[Tensor, "s b d"]:
+        out: Tensor = self.out(self.core(*self.qkv(x), self.head_dim, about))
         return out
 
 
@@ -125,22 +163,24 @@ def mark_tied(weight: nn.Parameter, role: str) -> None:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block; in training, dropout before each sum (Radford et al. 2019)."""
 
     def __init__(self, cfg: GPTConfig, layout: Layout, name: str) -> None:
         super().__init__()
+        self.layout, self.name, self.dropout = layout, name, cfg.dropout
         norm = (cfg.norm, cfg.hidden_size, cfg.norm_eps)
         self.attention_norm = Norm(layout, f"{name}.attention_norm", *norm)
         self.attention = Attention(cfg, layout, f"{name}.attention")
         self.mlp_norm = Norm(layout, f"{name}.mlp_norm", *norm)
         self.mlp = Mlp(cfg, layout, f"{name}.mlp")
 
-    def forward(
-        self, x: Float[Tensor, "s b d"], rotation: Rotation | None
-    ) -> Float[Tensor, "s b d"]:
-        y: Tensor = x + self.attention(self.attention_norm(x), rotation)
-        z: Tensor = y + self.mlp(self.mlp_norm(y))
-        return z
+    def forward(self, x: Float[Tensor, "s b d"], about: About) -> Float[Tensor, "s b d"]:
+        y = x + self._dropped(self.attention(self.attention_norm(x), about), "attention", about)
+        return y + self._dropped(self.mlp(self.mlp_norm(y)), "mlp", about)
+
+    def _dropped(self, x: Tensor, site: str, about: About) -> Tensor:
+        first = self.layout.first_place(x)
+        return dropout(x, self.dropout, about.draw, f"{self.name}.{site}", first)
 
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
@@ -156,6 +196,8 @@ class GPTStage(nn.Module):
             so that a tied head is the same Parameter.
         split_tie: the tied embedding and head are on different ranks; the reducer keeps the
             two copies equal.
+        seed: of dropout.
+        eod: the end-of-document token at which attention and positions start anew, if they do.
     """
 
     def __init__(
@@ -168,9 +210,12 @@ class GPTStage(nn.Module):
         last: bool,
         shared_embedding: nn.Parameter | None = None,
         split_tie: bool = False,
+        seed: int = 0,
+        eod: int | None = None,
     ) -> None:
         super().__init__()
         self.cfg, self.layout, self.first, self.last = cfg, layout, first, last
+        self.seed, self.eod = seed, eod
         d, std = cfg.hidden_size, cfg.init_std
         self.embedding: nn.Parameter | None = None
         self.positions: LearnedPositions | None = None
@@ -201,26 +246,34 @@ class GPTStage(nn.Module):
         cut = self.layout.tp.size if self.layout.cut_sequence else 1
         return seq_length // cut, micro_batch_size, self.cfg.hidden_size
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, rows: Rows | None = None) -> Tensor:
         """One microbatch through the stage.
 
         Args:
             x: (b, s) token ids on the first stage, else the hidden states of the stage before.
             targets: (b, s) next tokens, on the last stage; -100 is ignored.
+            rows: what dropout and document borders follow from; without it there are none.
         Returns:
             hidden states; on the last stage the summed loss in nats, or, without targets, the
             (s, b, v/tp) logits of this rank's slice of the vocabulary.
         """
+        draw = None
+        if rows is not None and rows.samples is not None:
+            draw = Draw(self.seed, rows.step, rows.samples)
+        starts = None
+        if rows is not None and self.eod is not None:
+            starts = document_starts(rows.tokens, self.eod)
         if self.embedding is not None and self.first:
             length = x.shape[1]
             x = vocab_parallel_embedding(x.t().contiguous(), self.layout, self.embedding)
             if self.positions is not None:
-                x = self.positions(x)
+                x = self.positions(x, None if starts is None else places(starts))
+            x = dropout(x, self.cfg.dropout, draw, "embedding", self.layout.first_place(x))
         else:
             length = x.shape[0] * (self.layout.tp.size if self.layout.cut_sequence else 1)
-        rotation = rope(self.cfg, length, self.layout) if self.cfg.position == "rope" else None
+        about = self._about(length, starts, draw)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, about)
         if self.norm is None or self.head is None:
             return x
         logits = vocab_logits(self.norm(x), self.layout, self.head)
@@ -231,3 +284,15 @@ class GPTStage(nn.Module):
             logits, targets.t().contiguous(), self.layout.tp, valid
         )
         return losses.sum()
+
+    def _about(self, length: int, starts: Tensor | None, draw: Draw | None) -> About:
+        if not len(self.blocks):
+            return About()
+        rotation = rope(self.cfg, length, self.layout) if self.cfg.position == "rope" else None
+        if starts is None:
+            return About(rotation, None, draw)
+        if rotation is not None:
+            at = places(starts)
+            cos, sin = (t[:, 0][at] for t in rotation)  # (s, b, 1, k/2)
+            rotation = cos, sin
+        return About(rotation, document_mask(starts, self.layout.dtype), draw)

@@ -81,7 +81,9 @@ class Sleeping:
     def hidden_shape(self, micro_batch_size: int, seq_length: int) -> tuple[int, ...]:
         return (micro_batch_size, seq_length)
 
-    def forward(self, microbatch: int, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, microbatch: int, x: Tensor, targets: Tensor | None = None, rows: Any = None
+    ) -> Tensor:
         time.sleep(self.times[0])
         self.saved.add(microbatch)
         return torch.zeros(() if self.last else x.shape)

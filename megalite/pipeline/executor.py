@@ -12,6 +12,7 @@ from megalite.mesh import Work
 from megalite.pipeline.p2p import Channels, Kind
 from megalite.pipeline.spans import traced
 from megalite.pipeline.stage import Stage
+from megalite.rows import Rows
 from megalite.schedule.action import Action, Op, Plan
 from megalite.trace import Trace
 
@@ -26,11 +27,19 @@ class Reducer(Protocol):
 class Batch:
     """A rank's share of a step: (m, b, s) token ids and next tokens (-100 is ignored).
 
-    Without targets the last stage gives logits.
+    Without targets the last stage gives logits; without ``samples``, the (m, b) int64 global
+    numbers of the rows, nothing is dropped. ``step`` is the training step's number.
     """
 
     tokens: Tensor
     targets: Tensor | None
+    samples: Tensor | None = None
+    step: int = 0
+
+    def rows(self, m: int) -> Rows:
+        """What all stages are told about microbatch m."""
+        samples = None if self.samples is None else self.samples[m]
+        return Rows(self.tokens[m], samples, self.step)
 
 
 class Executor:
@@ -122,7 +131,7 @@ class _Step:
         index, m = key
         x = self.batch.tokens[m] if stage.first else self.take("F", key)
         targets = self.batch.targets[m] if stage.last and self.batch.targets is not None else None
-        out = stage.forward(m, x, targets)
+        out = stage.forward(m, x, targets, self.batch.rows(m))
         if not stage.live(m):
             self.release(key)
         if not stage.last:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from megalite.grads import GradSink, WeightProduct
+from megalite.rows import Rows
 
 
 class StageModule(Protocol):
     """What a model provides; ``model.gpt.GPTStage`` is one."""
 
-    def __call__(self, x: Tensor, targets: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, targets: Tensor | None = None, rows: Rows | None = None
+    ) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def hidden_shape(self, micro_batch_size: int, seq_length: int) -> tuple[int, ...]: ...
 
@@ -33,7 +36,7 @@ class Stage:
     """Stage ``index`` of ``num_stages``.
 
     Args:
-        module: the layers; called as ``module(x, targets)``.
+        module: the layers; called as ``module(x, targets, rows)``.
         sink: where the layers' gradients go.
         loss_scale: d(total)/d(summed loss), by which the last stage's backward starts.
     """
@@ -54,22 +57,28 @@ class Stage:
         self.loss_scale = loss_scale
         self._saved: dict[int, _Saved] = {}
 
-    def forward(self, microbatch: int, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        microbatch: int,
+        x: Tensor,
+        targets: Tensor | None = None,
+        rows: Rows | None = None,
+    ) -> Tensor:
         """The output of a microbatch: hidden states for the next stage, or the summed loss.
 
         With gradients enabled, what B needs is kept until then. Keeping the end of the graph
         instead of the output lets the output's memory go as soon as it is sent.
         """
         if not torch.is_grad_enabled():
-            return self._call(x, targets)
+            return self._call(x, targets, rows)
         x = x if self.first else x.detach().requires_grad_()
-        out = self._call(x, targets)
+        out = self._call(x, targets, rows)
         end = torch.autograd.graph.get_gradient_edge(out)
         self._saved[microbatch] = _Saved(x, end)
         return out.detach()
 
-    def _call(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        out = self.module(x, targets)
+    def _call(self, x: Tensor, targets: Tensor | None, rows: Rows | None) -> Tensor:
+        out = self.module(x, targets, rows)
         # A stage without layers gives back its input, whose memory the executor uses again.
         return out.clone() if out is x else out
 

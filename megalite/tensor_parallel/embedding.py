@@ -71,6 +71,24 @@ def vocab_parallel_embedding(
     return out
 
 
+class _AddRows(Function):
+    """x plus a position's vector for each token; their gradients go straight to the sum, where
+    many that meet in one row lose nothing to a narrow type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, positions: LearnedPositions) -> Tensor:
+        # The weight is no input of this Function: autograd would have a gradient for its hook.
+        ctx.positions, ctx.index = positions, index
+        return x + nn.functional.embedding(index, positions.weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        positions: LearnedPositions = ctx.positions
+        sink, index = positions.layout.sink, ctx.index.flatten()
+        sink.add_rows(positions.weight, index, grad.flatten(0, 1))
+        return grad, None, None
+
+
 class LearnedPositions(nn.Module):
     """A learned vector for each position (Radford et al. 2018)."""
 
@@ -80,10 +98,19 @@ class LearnedPositions(nn.Module):
         shape = (seq_length, d)
         self.weight = layout.sink.watch(layout.replicated(name, shape, ("normal", std)))
 
-    def forward(self, x: Float[Tensor, "s b d"]) -> Float[Tensor, "s b d"]:
-        """Add its position's vector to each of (s, b, d); s may be cut."""
-        first = self.layout.tp.index * x.shape[0] if self.layout.cut_sequence else 0
-        return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
+    def forward(
+        self, x: Float[Tensor, "s b d"], places: Int64[Tensor, "s_all b"] | None = None
+    ) -> Float[Tensor, "s b d"]:
+        """Add its position's vector to each of (s, b, d); s may be cut.
+
+        Args:
+            places: positions of the whole sequence, if they are not 0, 1, 2, ... in each row.
+        """
+        first = self.layout.first_place(x)
+        if places is None:
+            return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
+        index = places[first : first + x.shape[0]]
+        return _AddRows.apply(x, index, self)  # type: ignore[no-any-return]
 
 
 class Norm(nn.Module):

@@ -37,6 +37,10 @@ class Layout:
     def cut_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
+    def first_place(self, x: Tensor) -> int:
+        """Position in the whole sequence of x[0], which may be cut along it."""
+        return self.tp.index * x.shape[0] if self.cut_sequence else 0
+
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence of an x that may be cut along it."""
         if not self.cut_sequence:

@@ -96,6 +96,27 @@ def test_a_run_goes_on_in_another_layout_with_and_without_zero1(
     assert_same_lines(tmp_path, alone)
 
 
+def test_dropout_documents_and_recompute_go_on_in_another_layout(tmp_path: Path) -> None:
+    flags = ["--train.steps", "12", "--model.dropout", "0.1", "--data.reset_at_document", "True"]
+    once = train(1, tmp_path / "once", *flags)
+    assert once.code == 0, once.output
+    parted = tmp_path / "parted"
+    stop = ["--checkpoint.every", "5", "--run.stop_at", "5", "--parallel.recompute", "full"]
+    first = train(4, parted, *flags, *THREE_D, *stop)
+    assert first.code == 0, first.output
+    other = ["--parallel.pp", "2", "--parallel.schedule", "zb_h1", "--train.micro_batch_size", "1"]
+    second = train(2, parted, *flags, *other, "--parallel.recompute", "selective")
+    assert second.code == 0, second.output
+    assert_same_lines(parted, tmp_path / "once")
+    # Without either the lines are others.
+    for without in (flags[:4], [*flags[:2], *flags[4:]]):
+        done = train(1, tmp_path / "without", *without, "--checkpoint.resume", "none")
+        assert done.code == 0, done.output
+        with pytest.raises(AssertionError, match=r"step \d+: loss"):
+            assert_same_lines(tmp_path / "without", tmp_path / "once")
+        shutil.rmtree(tmp_path / "without")
+
+
 def test_bf16_trains_evaluates_and_samples(tmp_path: Path) -> None:
     flags = ["--train.dtype", "bf16", "--train.steps", "3", "--train.eval_every", "2"]
     flags += ["--parallel.pp", "2", "--parallel.zero1", "True"]
@@ -116,7 +137,7 @@ BAD = {
     "shards": (["--data.path", "/nowhere"], "data.path", "/nowhere"),
     "tokenizer": (["--data.tokenizer", "/nowhere.model"], "data.tokenizer", "/nowhere.model"),
     "apex": (["--optim.backend", "apex"], "optim.backend", "optim.backend=torch"),
-    "dropout": (["--model.dropout", "0.1"], "model.dropout", "not supported"),
+    "dropout": (["--model.dropout", "1.0"], "model.dropout", "not in [0, 1)"),
 }
 
 

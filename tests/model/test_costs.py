@@ -64,8 +64,8 @@ def test_all_layers_together_are_the_whole_model() -> None:
         assert whole == model.num_parameters()
 
 
-def probes(model: GPTConfig, dtype: Any = "fp32") -> tuple[Config, dict[str, Probe]]:
-    cfg = config(model, train=replace(TRAIN, micro_batch_size=3, dtype=dtype))
+def probes(model: GPTConfig, dtype: Any = "fp32", **layout: Any) -> tuple[Config, dict[str, Probe]]:
+    cfg = config(model, train=replace(TRAIN, micro_batch_size=3, dtype=dtype), **layout)
     mesh = Mesh.single()
     return cfg, {
         "embedding": Probe(cfg, mesh, range(0), first=True),
@@ -123,6 +123,59 @@ def test_what_a_layer_keeps_until_its_backward_is_what_is_measured(name: str) ->
         assert probe.kept_bytes() == pytest.approx(kept, rel=0.05), kind
 
 
+@pytest.mark.parametrize("dtype,size", [("fp32", 4), ("bf16", 2), ("fp64", 8)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recomputed_block_keeps_what_the_formula_says(name: str, dtype: str, size: int) -> None:
+    """Two blocks in one stage, whose difference from one is free of what a stage keeps besides."""
+    n, model = 3 * 32, replace(MODELS[name], dropout=0.1)
+
+    def kept(recompute: str) -> int:
+        cfg, _ = probes(model, dtype, recompute=recompute)
+        one, two = (Probe(cfg, Mesh.single(), range(blocks)).kept_bytes() for blocks in (1, 2))
+        return two - one
+
+    works = {
+        mode: model_work(model, 3, element_bytes=size, recompute=mode).block.kept_bytes
+        for mode in ("none", "selective", "full")
+    }
+    assert kept("full") == works["full"] == n * 64 * size
+    # Selective: all but a number for each head and token, that of a softmax.
+    wide = 8 if dtype == "fp64" else 4
+    assert kept("none") - kept("selective") == n * 8 * wide
+    assert works["none"] == works["selective"] > 10 * works["full"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_masks_of_dropout_are_a_byte_an_element(recompute: str) -> None:
+    for kind, sites in {"embedding": 1, "block": 2, "head": 0}.items():
+        found = []
+        for rate in (0.0, 0.1):
+            model = replace(MODELS["gpt2"], dropout=rate)
+            cfg, layers = probes(model, recompute=recompute)
+            work = model_work(model, 3, element_bytes=4, recompute=recompute)
+            found.append((layers[kind].kept_bytes(), getattr(work, kind).kept_bytes))
+        measured, formula = (b - a for a, b in zip(*found, strict=True))
+        again = kind == "block" and recompute == "full"
+        assert measured == formula == (0 if again else sites * 3 * 32 * 64)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_computed_again_counts_in_i(recompute: str) -> None:
+    model = MODELS["gpt2"]
+    _, layers = probes(model, recompute=recompute)
+    plain = model_work(model, 3).block.flops
+    work = model_work(model, 3, recompute=recompute).block.flops
+    attention = 2.0 * 3 * 32 * 32 * 64
+    assert work.forward == plain.forward and work.weight_grad == plain.weight_grad
+    stage, block = layers["block"].stage, layers["block"]
+    stage.forward(0, block.x, block.targets, block.rows)
+    # Attention's own operations, once more and backwards, are not counted here.
+    assert products(stage.input_grad, 0, block.grad) == work.input_grad - 3.5 * attention
+    assert products(stage.weight_grad, 0) == work.weight_grad
+    again = plain.forward if recompute == "full" else attention
+    assert work.input_grad == plain.input_grad + again
+
+
 def test_a_rank_of_tp_does_and_keeps_its_part() -> None:
     model = GPTConfig(**PRESETS["gpt-530b"])  # type: ignore[arg-type]
     whole, part = model_work(model, 1), model_work(model, 1, 8)
@@ -134,6 +187,8 @@ def test_a_rank_of_tp_does_and_keeps_its_part() -> None:
     # Korthikanti et al. 2022 (arXiv:2205.05198), table 2, has 34 and 10 + 24 / t with dropout,
     # whose two masks after attention and MLP take 2.
     assert whole.block.kept_bytes == 32 * 2048 * 20480
+    dropped = model_work(replace(model, dropout=0.1), 1).block
+    assert dropped.kept_bytes == 34 * 2048 * 20480
     assert part.block.kept_bytes == (8 + 24 // 8) * 2048 * 20480
 
 

@@ -67,6 +67,12 @@ COUNTED = [
     for cut in (False, True)
     for layers, m in ((1, 1), (3, 1), (3, 2))
 ]
+RECOMPUTED = [
+    counted(MODELS[model], 3, 2, 2, tp=2, sequence_parallel=cut, recompute=mode)
+    for model in MODELS
+    for cut in (False, True)
+    for mode in ("none", "selective", "full")
+]
 OTHERS = [
     counted(GPT2, 4, 3, 1, pp=2, tp=2),
     counted(replace(GPT2, tied_embeddings=False), 4, 3, 1, pp=2, tp=2),
@@ -82,7 +88,7 @@ def all_counts() -> list[list[Counts]]:
         counted(MODELS[model], layers, m, 2, tp=2, sequence_parallel=cut)
         for model, cut, layers, m in COUNTED
     ]
-    return run_ranks(4, count, [*cfgs, *OTHERS])
+    return run_ranks(4, count, [*cfgs, *RECOMPUTED, *OTHERS])
 
 
 @pytest.fixture
@@ -133,7 +139,7 @@ def test_a_tie_over_two_ranks_costs_one_sum_and_only_where_there_is_one(
     all_counts: list[list[Counts]],
 ) -> None:
     for rank in all_counts:
-        tied, loose = rank[len(COUNTED) : len(COUNTED) + 2]
+        tied, loose = rank[-len(OTHERS) :][:2]
         assert tied.tie == {"all_reduce": 1}
         assert loose.tie == {}
         assert tied.world == loose.world == {"all_reduce": 1}
@@ -146,3 +152,21 @@ def test_shared_key_value_heads_cost_one_sum_a_step(all_counts: list[list[Counts
         # Here tp has the ranks of the world, whose one sum is among these.
         assert one.tp == {"all_reduce": 2 * 4 + 4 + 1 + 1}
         assert three.tp == {"all_reduce": 3 * (2 * 4 + 4) + 1 + 1}
+
+
+def test_full_recompute_sends_a_blocks_forward_messages_again_and_selective_none(
+    all_counts: list[list[Counts]],
+) -> None:
+    blocks, turns = 3, 2
+    for rank in all_counts:
+        found = iter(rank[len(COUNTED) : -len(OTHERS)])
+        for cfg in RECOMPUTED[::3]:
+            none, selective, full = next(found), next(found), next(found)
+            assert selective == none and none.dp
+            more = {op: n - none.tp[op] for op, n in full.tp.items()}
+            if cfg.parallel.sequence_parallel:
+                again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 0}
+            else:
+                again = {"all_reduce": 2}
+            assert more == {op: blocks * turns * n for op, n in again.items()}
+            assert (full.dp, full.tie, full.world) == (none.dp, none.tie, none.world)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.config import DataConfig
 from launch.build import Training, build
 from launch.config import Config, TrainConfig
 from megalite.mesh import Mesh, Transport
@@ -38,8 +39,23 @@ OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, lr_schedule="constant", clip_grad_n
 TRAIN = TrainConfig(global_batch_size=6, micro_batch_size=2, dtype="fp64", steps=3)
 
 
-def config(model: GPTConfig = GPT2, *, train: TrainConfig = TRAIN, **parallel: Any) -> Config:
-    return Config(model=model, parallel=ParallelConfig(**parallel), optim=OPTIM, train=train)
+EOD = 5
+
+
+def config(
+    model: GPTConfig = GPT2,
+    *,
+    train: TrainConfig = TRAIN,
+    reset_at_document: bool = False,
+    **parallel: Any,
+) -> Config:
+    return Config(
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        data=DataConfig(reset_at_document=reset_at_document),
+        optim=OPTIM,
+        train=train,
+    )
 
 
 @dataclass
@@ -80,10 +96,15 @@ def assemble(ranks: Iterable[list[Part]]) -> dict[str, Tensor]:
 
 
 def global_rows(cfg: Config, step: int) -> tuple[Tensor, Tensor]:
-    """The (gbs, s) token ids and next tokens of a step; a few of the latter are ignored."""
+    """The (gbs, s) token ids and next tokens of a step; a few of the latter are ignored.
+
+    Where documents count, about every eighth token ends one.
+    """
     draw = torch.Generator().manual_seed(1000 + step)
     shape = (cfg.train.global_batch_size, cfg.model.seq_length + 1)
     rows = torch.randint(0, cfg.model.vocab_size, shape, generator=draw)
+    if cfg.data.reset_at_document:
+        rows[torch.rand(shape, generator=draw) < 0.12] = EOD
     targets = rows[:, 1:].clone()
     targets[torch.rand(targets.shape, generator=draw) < 0.1] = IGNORE
     return rows[:, :-1].contiguous(), targets
@@ -97,8 +118,12 @@ def batch_of(cfg: Config, step: int, dp_index: int, dp: int) -> Batch:
     tokens = torch.cat([tokens, tokens.new_zeros(missing, tokens.shape[1])])
     targets = torch.cat([targets, targets.new_full((missing, targets.shape[1]), IGNORE)])
     cut = (-1, dp, mbs, tokens.shape[1])
+    samples = step * cfg.train.global_batch_size + torch.arange(tokens.shape[0])
     return Batch(
-        tokens.view(cut)[:, dp_index].contiguous(), targets.view(cut)[:, dp_index].contiguous()
+        tokens.view(cut)[:, dp_index].contiguous(),
+        targets.view(cut)[:, dp_index].contiguous(),
+        samples.view(cut[:-1])[:, dp_index].contiguous(),
+        step,
     )
 
 
@@ -113,7 +138,7 @@ def train(
 
     ``rules`` is entered around all that a step does on the device.
     """
-    training = build(cfg, mesh)
+    training = build(cfg, mesh, eod=EOD)
     if fault is not None:
         fault(training)
     out: dict[str, Any] = {"losses": [], "norms": [], "replica": mesh.dp.index}
@@ -179,9 +204,12 @@ def join(ranks: list[dict[str, Any]]) -> Outcome:
 
 
 @cache
-def serial(model: GPTConfig, train_config: TrainConfig = TRAIN) -> Outcome:
+def serial(
+    model: GPTConfig, train_config: TrainConfig = TRAIN, reset_at_document: bool = False
+) -> Outcome:
     """The one-process run."""
-    return join([train(config(model, train=train_config), Mesh.single())])
+    cfg = config(model, train=train_config, reset_at_document=reset_at_document)
+    return join([train(cfg, Mesh.single())])
 
 
 def worst(

@@ -45,7 +45,7 @@ class SleepingModule:
         self.forward_s, self.first, self.last = forward_s, first, last
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def __call__(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, targets: Tensor | None = None, rows: Any = None) -> Tensor:
         x = x.double() * self.weight if self.first else x
         out: Tensor = _Sleep.apply(x, self.forward_s, 2 * self.forward_s)
         return out.sum() if self.last else out

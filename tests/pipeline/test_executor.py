@@ -55,8 +55,8 @@ def count_outputs(training: Training, kept: Kept) -> None:
     first = training.executor.stages[0]
     forward, made = first.forward, list[StorageWeakRef]()
 
-    def watched(m: int, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        out = forward(m, x, targets)
+    def watched(m: int, x: Tensor, targets: Tensor | None = None, rows: Any = None) -> Tensor:
+        out = forward(m, x, targets, rows)
         made.append(StorageWeakRef(out.untyped_storage()))
         kept.most_outputs = max(kept.most_outputs, sum(not ref.expired() for ref in made))
         return out

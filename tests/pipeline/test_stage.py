@@ -19,7 +19,7 @@ from megalite.pipeline.stage import Stage
 from megalite.rng import initialize
 from megalite.slices import get_slice
 from model.config import GPTConfig
-from tests.parity.harness import GPT2, LLAMA, TRAIN, batch_of, config
+from tests.parity.harness import EOD, GPT2, LLAMA, TRAIN, batch_of, config
 from tests.ranks import run_ranks
 
 PP, M = 3, 2
@@ -34,7 +34,7 @@ def stage_of(kind: str, cfg: Config, tp: Axis) -> Stage:
     shape = MeshShape(tp=tp.size, pp=pp)
     mesh = Mesh(shape, None, {**axes, "tp": tp, "pp": Axis("pp", index, pp)})
     cfg = replace(cfg, parallel=replace(cfg.parallel, pp=pp))
-    (module,) = build_stages(cfg, mesh, make_plan(cfg, 1)).values()
+    (module,) = build_stages(cfg, mesh, make_plan(cfg, 1), eod=EOD).values()
     initialize(module.parameters(), 1)
     layout = module.layout
     return Stage(module, index, pp, layout.sink, layout.dtype, layout.device, 0.125)
@@ -58,13 +58,13 @@ def inputs(kind: str, cfg: Config, stage: Stage) -> list[tuple[Tensor, Tensor, T
 def outcome(kind: str, cfg: Config, tp: Axis, order: str) -> list[Tensor]:
     """Outputs, input gradients and parameter gradients after a run in an order such as F0 B0."""
     stage = stage_of(kind, cfg, tp)
-    given = inputs(kind, cfg, stage)
+    given, rows = inputs(kind, cfg, stage), batch_of(cfg, 0, 0, 1)
     results: dict[str, Tensor] = {}
     for action in order.split():
         op, m = action[0], int(action[1:])
         x, targets, dy = given[m]
         if op == "F":
-            results[action] = stage.forward(m, x, targets if stage.last else None)
+            results[action] = stage.forward(m, x, targets if stage.last else None, rows.rows(m))
             assert not results[action].requires_grad
         elif op == "W":
             stage.weight_grad(m)

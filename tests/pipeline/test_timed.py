@@ -34,7 +34,7 @@ class Layers:
     def __init__(self, slow: bool) -> None:
         self.slow = slow
 
-    def __call__(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, targets: Tensor | None = None, rows: Any = None) -> Tensor:
         return Slow.apply(x) if self.slow else x  # type: ignore[no-any-return]
 
     def parameters(self) -> Iterator[nn.Parameter]:

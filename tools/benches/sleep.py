@@ -104,7 +104,7 @@ class SleepStage(nn.Module):
     def hidden_shape(self, micro_batch_size: int, seq_length: int) -> tuple[int, int]:
         return micro_batch_size, seq_length
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, rows: Any = None) -> Tensor:
         weight: Tensor = self.weight
         if self.sink is None:
             weight = _Weight.apply(weight, self.times.weight_grad)

@@ -1,0 +1,24 @@
+"""What every stage is told about a microbatch, besides what it computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a microbatch.
+
+    Attributes:
+        tokens: (b, s) int64 token ids, from which document borders follow.
+        samples: (b,) int64 global numbers of the samples that the rows are, which dropout is
+            keyed by; None where nothing is dropped (evaluation, sampling). A missing row may
+            have any number.
+        step: the training step's number.
+    """
+
+    tokens: Tensor
+    samples: Tensor | None = None
+    step: int = 0
