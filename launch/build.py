@@ -18,11 +18,13 @@ from megalite.grads import GradSink
 from megalite.mesh import Mesh
 from megalite.optim.adamw import AdamW, apex_state
 from megalite.optim.clip import StepTotals, step_totals
+from megalite.optim.loss_scale import LossScale
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
 from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
 from megalite.recompute import recomputed
+from megalite.resilience.finite import FiniteWatch
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs, MemoryLimit
@@ -62,6 +64,8 @@ class Training:
     flat: FlatParameters
     reducer: GradReducer
     optimizer: AdamW
+    watch: FiniteWatch
+    loss_scale: LossScale | None
     trace: Trace = field(default_factory=Trace)
 
     @property
@@ -70,6 +74,7 @@ class Training:
 
     def gradients(self, batch: Batch) -> StepTotals:
         """Forward and backward of one step, reduced over all ranks."""
+        self.watch.begin(batch.step)
         self.reducer.zero(self.plan.num_microbatches)
         loss = self.executor.run(self.plan, batch, self.reducer)
         self.reducer.finish()
@@ -81,13 +86,26 @@ class Training:
                 self.mesh,
                 constant=loss_constant(self.cfg),
                 clip=self.cfg.optim.clip_grad_norm,
+                scale=self.loss_scale.scale if self.loss_scale else None,
             )
 
     def step(self, batch: Batch, lr: float) -> StepTotals:
-        """One step of training; the weights change unless the totals are not finite."""
+        """One step of training; the weights change unless the totals are not finite.
+
+        ``train.bad_step=replay`` looks at once, which waits for the device, and computes a step
+        that is not finite a second time: the weights are still those from which it began. What
+        fp16 leaves out at an overflow of gradients is no such step.
+        """
         totals = self.gradients(batch)
+        if self.cfg.train.bad_step == "replay":
+            bad = totals.bad_losses if self.loss_scale else 1.0 - totals.finite
+            if float(bad) > 0:
+                self.watch.keep()
+                totals = replace(self.gradients(batch), replays=1)
         with self.trace.span("optimizer"):
             self.optimizer.step(lr, totals.factor, totals.finite)
+        if self.loss_scale:
+            self.loss_scale.update(totals.finite)
         return totals
 
     @torch.no_grad()
@@ -152,6 +170,7 @@ def build(
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
     held = hold(cfg, mesh, plan, trace, eod)
+    scaling = open_loss_scale(cfg, mesh)
     kind = TimedStage if timed else Stage
     stages = {
         s: kind(
@@ -162,13 +181,23 @@ def build(
             module.layout.dtype,
             mesh.device,
             1.0 / loss_constant(cfg),
+            scaling.scale if scaling else None,
         )
         for s, module in held.gpt.items()
     }
     executor = Executor(mesh.pp.index, stages, channels, trace)
-    return Training(
-        cfg, mesh, plan, held.gpt, executor, held.flat, held.reducer, held.optimizer, trace
-    )
+    layers = {s: layers_by_name(module) for s, module in held.gpt.items()}
+    watch = FiniteWatch(mesh.rank, stages, layers, held.reducer, plan.num_microbatches)
+    parts = (held.flat, held.reducer, held.optimizer)
+    return Training(cfg, mesh, plan, held.gpt, executor, *parts, watch, scaling, trace)
+
+
+def open_loss_scale(cfg: Config, mesh: Mesh) -> LossScale | None:
+    """What scales the loss of fp16, whose gradients would vanish or overflow."""
+    train = cfg.train
+    if train.dtype != "fp16":
+        return None
+    return LossScale(train.loss_scale, train.loss_scale_interval, mesh.device)
 
 
 def hold(
@@ -193,7 +222,17 @@ def hold(
         module.layout.sink.on_ready = reducer.grad_ready
         for user, params in users(module):
             flat.wait_before(user, params)
-    return Held(gpt, flat, reducer, AdamW(flat, cfg.optim))
+    return Held(gpt, flat, reducer, AdamW(flat, cfg.optim, skips_steps(cfg)))
+
+
+def layers_by_name(gpt: GPTStage) -> dict[str, nn.Module]:
+    """The blocks of a stage."""
+    return {block.name: block for block in gpt.blocks if isinstance(block, Block)}
+
+
+def skips_steps(cfg: Config) -> bool:
+    """Whether the run goes on after a step that is not finite."""
+    return cfg.train.bad_step != "stop" or cfg.train.dtype == "fp16"
 
 
 def users(gpt: GPTStage) -> list[tuple[nn.Module, list[nn.Parameter]]]:

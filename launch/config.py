@@ -108,10 +108,6 @@ class Config:
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("parallel.reconfigure", ()),
-    ("train.dtype", ("fp16",)),
-    ("train.loss_scale", ()),
-    ("train.loss_scale_interval", ()),
-    ("train.bad_step", ("skip", "replay")),
     ("train.deterministic", (True,)),
     ("checkpoint.async_save", (True,)),
     ("run.record", (True,)),

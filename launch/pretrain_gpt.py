@@ -17,7 +17,7 @@ from data.dataset import Mixture, TokenDataset, check_tokenizer
 from data.loader import EvalLoader, TokenLoader
 from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
-from launch.build import SUM_DTYPES, Training, build, describe
+from launch.build import SUM_DTYPES, Training, build, describe, skips_steps
 from launch.config import Config, check, load_config, report_config_error, resolve_vocab
 from launch.figures import Figures
 from launch.job import die, joined, share_text
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         cfg, world = load_config(argv), world_from_env()
         check(cfg, world.size)
         device, dtype = local_device(world.local_rank), SUM_DTYPES[cfg.train.dtype]
-        choose_backend(cfg.optim.backend, device, dtype)
+        choose_backend(cfg.optim.backend, device, dtype, skips_steps(cfg))
         ensure_prepared(cfg.data)
         train_data, held_out, tokenizer = open_data(cfg)
         cfg = resolve_vocab(cfg, tokenizer.vocab_size)
@@ -89,7 +89,7 @@ def run(
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     figures = Figures(cfg, mesh, training.plan, training.trace)
-    recorder = Recorder(cfg, mesh, plan, position, figures, train_data)
+    recorder = Recorder(cfg, mesh, plan, position, figures, train_data, training.watch, share)
     with recorder, loader, TraceFiles(training):
         recorder.say(describe(training))
         if profile:

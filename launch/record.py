@@ -14,7 +14,7 @@ from launch.figures import Figures
 from launch.page import write_page
 from launch.progress import Progress
 from launch.run_dir import write_run_dir
-from launch.state import Position
+from launch.state import Position, Share
 from launch.tracking import Tracker
 from megalite.mesh import Mesh
 from megalite.metrics import (
@@ -26,7 +26,9 @@ from megalite.metrics import (
     RunLock,
     StepRecord,
 )
-from megalite.optim.clip import StepTotals
+from megalite.optim.clip import StepTotals, Told
+from megalite.resilience.bad_steps import BadSteps, Where
+from megalite.resilience.finite import FiniteWatch
 from megalite.schedule.action import Plan
 
 
@@ -45,8 +47,11 @@ class Recorder:
         position: Position,
         figures: Figures,
         data: Mixture,
+        watch: FiniteWatch,
+        share: Share,
     ) -> None:
-        self._figures = figures
+        self._figures, self._watch, self._share = figures, watch, share
+        self._bad_steps = BadSteps(cfg.train.bad_step, cfg.train.dtype == "fp16")
         self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
@@ -68,7 +73,8 @@ class Recorder:
             FloatingPointError: on every rank, if that one's loss or gradient is not finite.
         """
         now = time.perf_counter()
-        self._lagged.push(step, totals.stacked(), lr=lr, step_time_s=now - self._since)
+        host = {"lr": lr, "step_time_s": now - self._since, "replays": totals.replays}
+        self._lagged.push(step, totals.stacked(), **host)
         self._since = now
         self._figures.gather(step)
         for reading in self._lagged.pop():
@@ -105,7 +111,8 @@ class Recorder:
         self._progress.note(text)
 
     def _take(self, reading: Reading) -> None:
-        loss, tokens, norm, finite = reading.values
+        told, replays = Told(*reading.values), int(reading.host["replays"])
+        loss, tokens, norm, finite = told[:4]
         before, seconds = self._position, reading.host["step_time_s"]
         self._position = Position(
             reading.step,
@@ -131,11 +138,26 @@ class Recorder:
             self._files[0].write(record)
             values = {k: v for k, v in asdict(record).items() if k not in ("step", "layout")}
             self._tracker.log(reading.step, {**values, **figures})
-        if not finite:
-            raise FloatingPointError(
-                f"step {reading.step}: loss {loss} and gradient norm {norm} are not both finite; "
-                "nothing of it is saved"
-            )
+        self._judge(reading.step, told, replays)
+
+    def _judge(self, step: int, told: Told, replays: int) -> None:
+        """Say what was wrong with a step, and end the run if it is not to go on.
+
+        All ranks were told the same, so all come to the same.
+        """
+        found = self._bad_steps.judge(step, told, replays)
+        if found is None:
+            return
+        fields: dict[str, Any] = {"loss": told.loss, "grad_norm": told.grad_norm}
+        text = found.text
+        if found.where is not Where.NOWHERE:
+            place = self._watch.first(step, self._share, found.where is Where.KEPT)
+            fields["place"] = str(place) if place else ""
+            text += f"; first not finite on {place}" if place else ""
+        self.event(found.event, step=step, **fields)
+        if found.ends:
+            raise FloatingPointError(f"{text}; nothing of it is saved")
+        self.say(text)
 
     def __enter__(self) -> Recorder:
         return self

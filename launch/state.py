@@ -46,6 +46,7 @@ def save_state(training: Training, position: Position, directory: Path, share: S
         "position": asdict(position),
         "layout": str(mesh.shape),
         "model": asdict(cfg.model),
+        "loss_scale": training.loss_scale.state() if training.loss_scale else None,
     }
     path = save(
         directory,
@@ -85,6 +86,9 @@ def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Positio
         checkpoint.read(state_pieces(training), share=share)
     position = Position(**checkpoint.extra["position"])
     training.optimizer.set_num_steps(position.updates)
+    scaled = checkpoint.extra.get("loss_scale")
+    if training.loss_scale and scaled:
+        training.loss_scale.restore(scaled)
     return position
 
 

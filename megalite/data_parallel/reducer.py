@@ -8,6 +8,8 @@ over the tie, then dp. With ZeRO-1 the sum over dp leaves each replica its share
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ class GradReducer:
 
     def __init__(self, flat: FlatParameters, mesh: Mesh, trace: Trace | None = None) -> None:
         self.flat, self.mesh, self.trace = flat, mesh, trace or Trace()
+        self.on_complete: Callable[[Bucket], None] | None = None  # before replicas are summed
         self._works: list[Work] = []
         self._early: dict[int, list[Bucket]] = {}
         for bucket in flat.buckets:
@@ -87,6 +90,8 @@ class GradReducer:
     def _sum_replicas(self, bucket: Bucket) -> Work:
         """Start to sum a bucket over dp; what is not this replica's to update may be left out."""
         axis, grad = self.mesh.dp, bucket.grad
+        if self.on_complete is not None:
+            self.on_complete(bucket)
         if not bucket.zero1:
             return self._sum("dp", axis, grad)
         return self._traced("dp", axis, axis.reduce_scatter(bucket.share(grad), grad))

@@ -34,18 +34,27 @@ def apex_state() -> str:
     return "complete"
 
 
-def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+def choose_backend(
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    skips: bool = False,
+) -> str:
     """``torch`` or ``apex`` for ``optim.backend``, with weights updated in ``dtype``.
+
+    ``skips``: a step that is not finite must leave the weights as they are, which apex cannot.
 
     Raises:
         ConfigError: apex is asked for and cannot serve.
     """
     state = apex_state() if wanted != "torch" else "absent"
-    usable = state == "complete" and device.type == "cuda" and dtype != torch.float64
+    usable = state == "complete" and device.type == "cuda" and dtype != torch.float64 and not skips
     if wanted == "apex" and not usable:
         why = f"apex is {state}"
         if state == "complete":
             why = f"apex needs CUDA and fp32, not {device.type} and {dtype}"
+            if skips:
+                why = "apex cannot leave a step out, as fp16 and train.bad_step=skip or replay do"
         raise ConfigError(
             "optim.backend",
             f"apex was asked for, but {why}",
@@ -74,7 +83,7 @@ class AdamW:
     part, which is what is updated; else it is the weight itself.
     """
 
-    def __init__(self, flat: FlatParameters, cfg: OptimConfig) -> None:
+    def __init__(self, flat: FlatParameters, cfg: OptimConfig, skips: bool = False) -> None:
         self.flat, self.cfg = flat, cfg
         self.masters: list[Tensor] = []
         for bucket in flat.buckets:
@@ -93,7 +102,7 @@ class AdamW:
         ]
         # A rank whose stages are empty holds nothing, and torch wants a group all the same.
         wide = self.masters[0] if self.masters else torch.empty(0)
-        self.backend = choose_backend(cfg.backend, wide.device, wide.dtype)
+        self.backend = choose_backend(cfg.backend, wide.device, wide.dtype, skips)
         self.inner = self._make([g for g in groups if g["params"]] or groups[:1])
         self._copies = [
             (b.updated(b.weight), m)

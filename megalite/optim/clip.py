@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,12 @@ class StepTotals:
         tokens: how many those were.
         grad_norm: of the gradient of that mean, before clipping.
         factor: what the gradient sums must be multiplied by: from sums over ``constant`` tokens
-            to the mean, and clipped.
+            to the mean, without the loss scale, and clipped.
         finite: 1 where loss and norm are finite, else 0.
+        bad_losses, bad_grads: how many ranks had a loss, or gradients, that are not finite.
+        stops: how many ranks ask the run to end.
+        scale: of the loss in this step.
+        replays: how often the step was computed again.
     """
 
     loss: Tensor
@@ -29,9 +34,28 @@ class StepTotals:
     grad_norm: Tensor
     factor: Tensor
     finite: Tensor
+    bad_losses: Tensor
+    bad_grads: Tensor
+    stops: Tensor
+    scale: Tensor
+    replays: int = 0
 
     def stacked(self) -> Tensor:
-        return torch.stack([self.loss, self.tokens, self.grad_norm, self.finite])
+        """(7,) what the host is told of a step, in the order of ``Told``."""
+        told = (self.loss, self.tokens, self.grad_norm, self.finite)
+        return torch.stack([*told, self.bad_losses, self.stops, self.scale])
+
+
+class Told(NamedTuple):
+    """``StepTotals.stacked`` on the host."""
+
+    loss: float
+    tokens: float
+    grad_norm: float
+    finite: float
+    bad_losses: float
+    stops: float
+    scale: float
 
 
 def square_sum(flat: FlatParameters) -> Tensor:
@@ -56,27 +80,36 @@ def step_totals(
     *,
     constant: float,
     clip: float,
+    scale: Tensor | None = None,
+    stop: bool = False,
 ) -> StepTotals:
-    """Reduce a step over all ranks, with one message.
+    """Reduce a step over all ranks, with one message: loss, tokens, square sum, ranks with a bad
+    loss, ranks with bad gradients, ranks that ask to stop.
 
     Args:
         loss_sum: summed loss of this replica on the rank of the last stage, else None.
         num_tokens: 0-d count of this replica's tokens that are not ignored.
         constant: the token count by which backward has divided.
         clip: largest gradient norm; 0 switches clipping off.
+        scale: 0-d factor by which backward has multiplied.
+        stop: this rank asks the run to end.
     """
     counts_loss = loss_sum is not None and mesh.tp.index == 0
     zero = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
     loss = loss_sum.double() if loss_sum is not None and counts_loss else zero
     tokens = num_tokens.double() if counts_loss else zero
     squares = square_sum(flat) if flat.buckets else zero
-    vector = torch.stack([loss, tokens, squares])
+    bad = [(~part.isfinite()).double() for part in (loss, squares)]
+    vector = torch.stack([loss, tokens, squares, *bad, torch.full_like(zero, float(stop))])
     mesh.world.all_reduce(vector).wait()
-    loss, tokens, squares = vector
+    loss, tokens, squares, bad_losses, bad_grads, stops = vector
+    one = torch.ones_like(zero)
+    scale = one if scale is None else scale.double()  # a copy: it changes after the step
     tokens = tokens.clamp(min=1.0)
-    to_mean = constant / tokens
+    to_mean = constant / (tokens * scale)
     norm = squares.sqrt() * to_mean
     factor = to_mean * (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else to_mean
     loss = loss / tokens
     finite = (loss.isfinite() & norm.isfinite()).double()
-    return StepTotals(loss, vector[1], norm, factor, finite)
+    counts = (bad_losses, bad_grads, stops)
+    return StepTotals(loss, vector[1], norm, factor, finite, *counts, scale)

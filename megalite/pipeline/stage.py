@@ -39,6 +39,9 @@ class Stage:
         module: the layers; called as ``module(x, targets, rows)``.
         sink: where the layers' gradients go.
         loss_scale: d(total)/d(summed loss), by which the last stage's backward starts.
+        scale: 0-d on the device, a further factor of that.
+
+    ``microbatch`` is the one whose pass was the last to begin.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class Stage:
         dtype: torch.dtype,
         device: torch.device,
         loss_scale: float = 1.0,
+        scale: Tensor | None = None,
     ) -> None:
         self.module, self.index, self.sink = module, index, sink
         self.first, self.last = index == 0, index == num_stages - 1
         self.dtype, self.device = dtype, device
-        self.loss_scale = loss_scale
+        self.loss_scale, self.scale = loss_scale, scale
+        self.microbatch = 0
         self._saved: dict[int, _Saved] = {}
 
     def forward(
@@ -69,6 +74,7 @@ class Stage:
         With gradients enabled, what B needs is kept until then. Keeping the end of the graph
         instead of the output lets the output's memory go as soon as it is sent.
         """
+        self.microbatch = microbatch
         if not torch.is_grad_enabled():
             return self._call(x, targets, rows)
         x = x if self.first else x.detach().requires_grad_()
@@ -108,6 +114,8 @@ class Stage:
         if grad is None:
             dtype = torch.promote_types(self.dtype, torch.float32)
             grad = torch.full((), self.loss_scale, dtype=dtype, device=self.device)
+            if self.scale is not None:
+                grad *= self.scale
         torch.autograd.backward([saved.end], [grad])
 
     def live(self, microbatch: int) -> bool:

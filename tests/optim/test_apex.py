@@ -74,6 +74,9 @@ def test_apex_that_was_asked_for_and_cannot_serve_is_an_error(installed: str) ->
         assert choose_backend("apex", GPU) == "apex"
         with pytest.raises(ConfigError, match="needs CUDA and fp32, not cpu"):
             choose_backend("apex", CPU)
+        with pytest.raises(ConfigError, match="cannot leave a step out"):
+            choose_backend("apex", GPU, skips=True)
+        assert choose_backend("auto", GPU, skips=True) == "torch"
         return
     for device in (CPU, GPU):
         with pytest.raises(ConfigError) as caught:

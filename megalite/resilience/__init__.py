@@ -1,0 +1,1 @@
+"""What keeps a run alive: bad steps, and where they come from."""
