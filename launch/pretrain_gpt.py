@@ -122,10 +122,10 @@ def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step
     with trace.step(step):
         with trace.span("data"):
             batch = to_device(loader.batch(step - 1), training.mesh.device)
+            batch.step = step
             if training.cfg.model.dropout:
                 samples = torch.from_numpy(loader.sample_ids(step - 1))
                 batch.samples = samples.to(training.mesh.device, non_blocking=True)
-                batch.step = step
         lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
         totals = training.step(batch, lr)
         with trace.span("record"):
