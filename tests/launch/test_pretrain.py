@@ -97,7 +97,7 @@ def test_a_run_goes_on_in_another_layout_with_and_without_zero1(
 
 
 def test_dropout_documents_and_recompute_go_on_in_another_layout(tmp_path: Path) -> None:
-    flags = ["--train.steps", "12", "--model.dropout", "0.1", "--data.reset_at_document", "True"]
+    flags = ["--train.steps", "8", "--model.dropout", "0.1", "--data.reset_at_document", "True"]
     once = train(1, tmp_path / "once", *flags)
     assert once.code == 0, once.output
     parted = tmp_path / "parted"
@@ -108,13 +108,9 @@ def test_dropout_documents_and_recompute_go_on_in_another_layout(tmp_path: Path)
     second = train(2, parted, *flags, *other, "--parallel.recompute", "selective")
     assert second.code == 0, second.output
     assert_same_lines(parted, tmp_path / "once")
-    # Without either the lines are others.
-    for without in (flags[:4], [*flags[:2], *flags[4:]]):
-        done = train(1, tmp_path / "without", *without, "--checkpoint.resume", "none")
-        assert done.code == 0, done.output
-        with pytest.raises(AssertionError, match=r"step \d+: loss"):
-            assert_same_lines(tmp_path / "without", tmp_path / "once")
-        shutil.rmtree(tmp_path / "without")
+    without = train(1, tmp_path / "without", "--train.steps", "1")
+    assert without.code == 0, without.output
+    assert metrics(tmp_path / "without")[0]["loss"] != metrics(parted)[0]["loss"]
 
 
 def test_bf16_trains_evaluates_and_samples(tmp_path: Path) -> None:
