@@ -75,7 +75,8 @@ class FiniteWatch:
         room: dict[str, Any] = {"dtype": wide.dtype, "device": wide.device}
         self._sums = torch.zeros(2 * _STEPS, 2, len(self._sites), num_microbatches, **room)
         self._grads = torch.zeros(2 * _STEPS, len(buckets), **room)
-        reducer.on_complete = self._bucket
+        if reducer.mesh.dp.size > 1:  # a pass over the gradients, which one replica needs not
+            reducer.on_complete = self._bucket
 
     def _attach(self, stage: Stage, layers: Sequence[tuple[str, nn.Module]]) -> None:
         module = stage.module
