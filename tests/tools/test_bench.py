@@ -10,19 +10,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from launch.build import build
+from launch.figures import flops_per_token
 from megalite.mesh import Mesh, Transport
 from megalite.mesh_shape import MeshShape
 from megalite.schedule.action import Plan
 from megalite.schedule.generators import SCHEDULES, build_schedule
 from megalite.schedule.lower import lower
-from tests.parity.harness import GPT2, config
+from tests.parity.harness import GPT2, assemble, config, parts
 from tests.ranks import run_ranks
 from tools import bench, benches
-from tools.benches import gpt, pipeline, size, sleep
+from tools.benches import gpt, gpu, layouts, pipeline, size, sleep
 from tools.benches import ranks as bench_ranks
 from tools.benches.clock import slowest, time_in_turn
+from tools.benches.plain import PlainGPT
 from tools.benches.rows import Goal, Row, Sample, to_text
 
 AHEAD = Row("a, ms", Sample((1.0, 2.0, 1.5)), Sample((3.0, 3.5, 3.0)), Goal("at least", 1.5), True)
@@ -182,6 +185,67 @@ def test_ranks_run_in_real_time_only_where_that_is_allowed(monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     assert not bench_ranks.schedule_in_real_time()
+
+
+def test_without_a_gpu_its_bench_says_so_and_is_not_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main(["gpu", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"ok": False, "rows": []} and gpu.NO_GPU in err
+
+
+def test_the_rate_on_a_gpu_is_the_models_flops_by_the_peak() -> None:
+    case = gpu.CASES[1]
+    flops = flops_per_token(case.model) * case.tokens
+    found = {"ours": Sample((flops / 600e12,)), "plain": Sample((flops / 400e12,))}
+    rows = {r.what.partition(": ")[2]: r for r in gpu.case_rows(case, found, Sample((8e14,)), 1e15)}
+    assert rows["beside plain PyTorch"].ratio == pytest.approx(1.5)
+    assert rows["beside the matrix product"].ratio == pytest.approx(0.75)
+    assert rows["MFU of the peak"].ratio == pytest.approx(0.6)
+    assert rows["MFU of the peak"].verdict == "met"
+    assert rows["plain PyTorch's MFU"].ratio == pytest.approx(0.4)
+
+
+def global_names(plain: str) -> list[str]:
+    """What a parameter of the plain model is called in ours."""
+    if plain.startswith(("tokens", "positions")):
+        return [f"embedding.{plain}"]
+    if plain.startswith("norm."):
+        return [f"final_{plain}"]
+    _, layer, module, kind = plain.split(".")
+    if module == "qkv":
+        return [f"layers.{layer}.attention.{part}.{kind}" for part in "qkv"]
+    inside = {"out": "attention.out", "up": "mlp.up", "down": "mlp.down"}.get(module, module)
+    return [f"layers.{layer}.{inside}.{kind}"]
+
+
+def test_the_plain_model_is_the_same_model() -> None:
+    training, data = build(gpt.config(TINY, gpt.ALONE), Mesh.single()), gpt.batch(TINY)
+    ours = assemble([parts(training.flat.weight_pieces())])
+    model = PlainGPT(TINY)
+    assert sum(p.numel() for p in model.parameters()) == TINY.num_parameters()
+    assert data.targets is not None
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.cat([ours[n] for n in global_names(name)]))
+        loss = float(model(data.tokens.flatten(0, 1), data.targets.flatten(0, 1)))
+    assert loss == pytest.approx(float(training.step(data, 0.0).loss), rel=1e-6)
+
+
+def raced_layouts(transport: Transport, work: layouts.Work) -> list[dict[str, list[float]]]:
+    return [layouts.race_dp(transport, work, 1), layouts.race_tp(transport, work, 1)]
+
+
+def test_layouts_are_raced_beside_plain_pytorch_ddp_and_fsdp() -> None:
+    work = layouts.Work(TINY, 2, 1)
+    dp, tp = (
+        slowest(list(found)) for found in zip(*run_ranks(2, raced_layouts, work), strict=True)
+    )
+    rows = [*layouts.dp_rows(work, dp), *layouts.tp_rows(work, tp)]
+    goals = [str(row.goal) for row in rows if row.goal]
+    assert goals == [">= 0.98", ">= 0.92", ">= 0.92", ">= 1.6", ">= 1.6"]
+    assert {"DDP dp2", "FSDP2 dp2", "plain one", "plain two"} <= set(dp)
 
 
 # --- what is timed -----------------------------------------------------------------------------

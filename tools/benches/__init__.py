@@ -10,6 +10,7 @@ from megalite.errors import ConfigError
 from tools.benches.rows import Row
 
 BENCHES: dict[str, str] = {
+    "gpu": "tools.benches.gpu",
     "layouts": "tools.benches.layouts",
     "pipeline": "tools.benches.pipeline",
     "size": "tools.benches.size",
