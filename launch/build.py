@@ -251,6 +251,8 @@ def describe(training: Training) -> str:
         f"optimizer: AdamW ({training.optimizer.backend}), gradient norm clipped at {clip}"
         + ("" if apex in ("absent", "complete") else f"; not used: apex is {apex}"),
     ]
+    if cfg.train.deterministic:
+        lines.append("deterministic: the same layout gives the same bits again")
     return "\n".join(lines)
 
 

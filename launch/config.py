@@ -114,7 +114,6 @@ UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("train.loss_scale", ()),
     ("train.loss_scale_interval", ()),
     ("train.bad_step", ("skip", "replay")),
-    ("train.deterministic", (True,)),
     ("checkpoint.async_save", (True,)),
     ("run.record", (True,)),
     ("run.watchdog_s", ()),

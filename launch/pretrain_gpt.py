@@ -35,7 +35,7 @@ from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
 from launch.tracing import TraceFiles
 from megalite.errors import ConfigError
-from megalite.mesh import Mesh, local_device
+from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
     try:
         cfg, world = load_config(argv), world_from_env()
         check(cfg, world.size)
+        if cfg.train.deterministic:
+            make_deterministic()
         device, dtype = local_device(world.local_rank), SUM_DTYPES[cfg.train.dtype]
         choose_backend(cfg.optim.backend, device, dtype)
         ensure_prepared(cfg.data)
