@@ -20,8 +20,7 @@ from megalite.optim.adamw import AdamW, apex_state
 from megalite.optim.clip import StepTotals, step_totals
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
-from megalite.pipeline.stage import Stage
-from megalite.pipeline.timed import TimedStage
+from megalite.pipeline.watched import stage_kind
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
 from megalite.schedule.generators import build_schedule, forward_only
@@ -137,7 +136,7 @@ def build(cfg: Config, mesh: Mesh, *, timed: bool = False) -> Training:
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
     held = hold(cfg, mesh, plan, trace)
-    kind = TimedStage if timed else Stage
+    kind = stage_kind(timed=timed, watched=cfg.run.record)
     stages = {
         s: kind(
             module,

@@ -22,6 +22,9 @@ from megalite.optim.config import OptimConfig
 from megalite.parallel_config import ModelFacts, ParallelConfig
 from model.config import PRESETS, GPTConfig
 
+CONFIG, DATA = "config.yaml", "data.json"
+"""In ``run.dir``: the resolved configuration, and which data it was."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -81,6 +84,9 @@ class RunConfig:
     """Most spans that a rank keeps: at the limit every second step goes, then every fourth, ..."""
     record: bool = False
     """Write statistics and hashes of tensors for tools/compare_runs.py."""
+    record_every: int = 0
+    """Record the first step and each multiple of this; 0: each of the first 100 steps, then every
+    10th, from 1,000 on every 100th, and so on."""
     watchdog_s: float = 0.0
     """Report where every rank stands if a step takes longer, in seconds; 0: never."""
     stop_at: int = 0
@@ -115,7 +121,6 @@ UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("train.loss_scale_interval", ()),
     ("train.bad_step", ("skip", "replay")),
     ("checkpoint.async_save", (True,)),
-    ("run.record", (True,)),
     ("run.watchdog_s", ()),
     ("run.wandb", ("online", "offline")),
 )
@@ -136,6 +141,7 @@ _AT_LEAST = {
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
     "run.trace_spans": 1,
+    "run.record_every": 0,
     "run.watchdog_s": 0,
     "run.stop_at": 0,
 }

@@ -30,6 +30,7 @@ from launch.figures import Figures
 from launch.job import die, joined, share_text
 from launch.profile import TIMED_STEPS, resolve_partition, stage_times
 from launch.record import Recorder
+from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
@@ -87,6 +88,7 @@ def run(
     training = build(cfg, mesh, timed=profile is not None)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
+    training = recorded(training, position.step)
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
         "seq_length": cfg.model.seq_length,
