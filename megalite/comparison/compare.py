@@ -32,6 +32,7 @@ class Side:
     Attributes:
         ranks: those that computed it: one, or all that have a part, or all if no copy is right.
         norm: the root of its sum of squares.
+        alike: how many others have a copy with the same bits.
         copies: how many copies that differ from each other the run's ranks have of it.
         deviates: another of them agrees with the other run.
     """
@@ -40,6 +41,7 @@ class Side:
     microbatch: int
     ranks: tuple[int, ...]
     norm: float
+    alike: int = 0
     copies: int = 1
     deviates: bool = False
 
@@ -335,6 +337,7 @@ class _Step:
             microbatch=int(first.microbatch[sample]),
             ranks=tuple(sorted({int(p.rank[sample]) for _, p in parts})),
             norm=float(whole.norms()[sample]),
+            alike=whole.alike,
             copies=len(copies),
             deviates=odd,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod, sqrt
 from typing import NamedTuple
 
@@ -54,13 +54,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole:
-    """The numbers of a whole tensor by sample, and the parts that were added up."""
+    """The numbers of a whole tensor by sample, and the parts that were added up; ``alike`` other
+    sets of ranks have it with the same bits."""
 
     numbers: Floats
     hashes: Words
     present: npt.NDArray[np.bool_]
     size: int
     parts: tuple[tuple[Rectangle, Part], ...] = field(repr=False)
+    alike: int = 0
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Rectangle, Part]]) -> Whole:
@@ -129,11 +131,13 @@ class Tensor:
             )
         found: list[Whole] = []
         for k in range(max(map(len, owned.values()))):
-            chosen = [(rect, copies[min(k, len(copies) - 1)]) for rect, copies in owned.items()]
-            if not any(
-                all(_same(a, b) for a, b in zip(chosen, w.parts, strict=True)) for w in found
-            ):
-                found.append(Whole.of(chosen))
+            parts = [(rect, copies[min(k, len(copies) - 1)]) for rect, copies in owned.items()]
+            for i, other in enumerate(found):
+                if all(_same(a, b) for a, b in zip(parts, other.parts, strict=True)):
+                    found[i] = replace(other, alike=other.alike + 1)
+                    break
+            else:
+                found.append(Whole.of(parts))
         return found
 
 

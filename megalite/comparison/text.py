@@ -82,6 +82,8 @@ def _side(d: Difference, side: Side) -> str:
     whose = f"rank {ranks}"
     if len(side.ranks) > 1:
         whose = f"ranks {ranks} ({'a part each' if side.copies == 1 else 'their copies differ'})"
+    if side.alike:
+        whose += f" (and {side.alike} with the same bits)"
     odd = "  <- other ranks' copies agree with the other run" if side.deviates else ""
     return f"stage {side.stage}{microbatch}, {whose}, norm {side.norm:.6g}{odd}"
 
