@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ class WatchedStage(Stage):
 
     watcher: Watcher | None = None
 
-    def forward(self, microbatch: int, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, microbatch: int, *args: Any, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return super().forward(microbatch, x, targets)
+            return super().forward(microbatch, *args, **options)
         with self._at(microbatch, forward=True):
-            return super().forward(microbatch, x, targets)
+            return super().forward(microbatch, *args, **options)
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         with self._at(microbatch, forward=False):
