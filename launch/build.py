@@ -21,8 +21,7 @@ from megalite.optim.clip import StepTotals, step_totals
 from megalite.optim.loss_scale import LossScale
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
-from megalite.pipeline.stage import Stage
-from megalite.pipeline.timed import TimedStage
+from megalite.pipeline.watched import stage_kind
 from megalite.recompute import recomputed
 from megalite.resilience.finite import FiniteWatch
 from megalite.rng import initialize
@@ -171,7 +170,7 @@ def build(
     channels = Channels(mesh, plan, trace)
     held = hold(cfg, mesh, plan, trace, eod)
     scaling = open_loss_scale(cfg, mesh)
-    kind = TimedStage if timed else Stage
+    kind = stage_kind(timed=timed, watched=cfg.run.record)
     stages = {
         s: kind(
             module,
@@ -355,6 +354,8 @@ def describe(training: Training) -> str:
         + ("" if apex in ("absent", "complete") else f"; not used: apex is {apex}")
         + (f"; its state cut over {shape.dp} replicas (ZeRO-1)" if flat.zero1 else ""),
     ]
+    if cfg.train.deterministic:
+        lines.append("deterministic: the same layout gives the same bits again")
     return "\n".join(lines)
 
 

@@ -24,6 +24,9 @@ from megalite.schedule.lower import lower
 from megalite.schedule.validate import validate
 from model.config import PRESETS, GPTConfig
 
+CONFIG, DATA = "config.yaml", "data.json"
+"""In ``run.dir``: the resolved configuration, and which data it was."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -83,6 +86,9 @@ class RunConfig:
     """Most spans that a rank keeps: at the limit every second step goes, then every fourth, ..."""
     record: bool = False
     """Write statistics and hashes of tensors for tools/compare_runs.py."""
+    record_every: int = 0
+    """Record the first step and each multiple of this; 0: each of the first 100 steps, then every
+    10th, from 1,000 on every 100th, and so on."""
     watchdog_s: float = 0.0
     """Report where every rank stands if a step takes longer, in seconds; 0: never."""
     stop_at: int = 0
@@ -108,9 +114,7 @@ class Config:
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("parallel.reconfigure", ()),
-    ("train.deterministic", (True,)),
     ("checkpoint.async_save", (True,)),
-    ("run.record", (True,)),
     ("run.watchdog_s", ()),
     ("run.wandb", ("online", "offline")),
 )
@@ -131,6 +135,7 @@ _AT_LEAST = {
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
     "run.trace_spans": 1,
+    "run.record_every": 0,
     "run.watchdog_s": 0,
     "run.stop_at": 0,
 }

@@ -23,13 +23,14 @@ from launch.figures import Figures
 from launch.job import die, joined, share_text
 from launch.profile import TIMED_STEPS, resolve, stage_times
 from launch.record import Recorder
+from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, restore, save_state
 from launch.tracing import TraceFiles
 from launch.world import world_from_env
 from megalite.errors import ConfigError
-from megalite.mesh import Mesh, local_device
+from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> None:
     try:
         cfg, world = load_config(argv), world_from_env()
         check(cfg, world.size)
+        if cfg.train.deterministic:
+            make_deterministic()
         device, dtype = local_device(world.local_rank), SUM_DTYPES[cfg.train.dtype]
         choose_backend(cfg.optim.backend, device, dtype, skips_steps(cfg))
         ensure_prepared(cfg.data)
@@ -79,6 +82,7 @@ def run(
     training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
+    training = recorded(training, position.step)
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
         "seq_length": cfg.model.seq_length,

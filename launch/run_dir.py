@@ -9,14 +9,14 @@ from pathlib import Path
 from data.dataset import Mixture
 from data.files import hash_file, write_whole
 from data.manifest import MANIFEST
-from launch.config import Config, check_same_run
+from launch.config import CONFIG, DATA, Config, check_same_run
 from megalite.checkpoint.load import open_checkpoint
 from megalite.config import to_yaml
 from megalite.errors import CheckpointError, ConfigError
 from megalite.schedule.action import Plan
 from megalite.schedule.render import render_text
 
-CONFIG, DATA, SCHEDULE = "config.yaml", "data.json", "schedule.txt"
+SCHEDULE = "schedule.txt"
 _TRACES = ("checkpoints", "metrics.jsonl", "eval.jsonl", "events.jsonl")
 
 

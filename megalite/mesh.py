@@ -7,6 +7,7 @@ CUDA that does not block the host. Messages of one group go first in, first out;
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +53,14 @@ def local_device(local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def make_deterministic() -> None:
+    """Have this process use only algorithms that give the same bits again; before its device is
+    used, for cuBLAS reads its workspace's size once."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def backend_of(device: torch.device) -> str:

@@ -118,8 +118,8 @@ class MetricsLog:
     """``metrics.jsonl`` and ``eval.jsonl`` of a run: continuous over restarts."""
 
     def __init__(self, run_dir: Path, lock: RunLock) -> None:
-        self._steps = _Lines(run_dir / "metrics.jsonl")
-        self._evals = _Lines(run_dir / "eval.jsonl")
+        self._steps = Lines(run_dir / "metrics.jsonl")
+        self._evals = Lines(run_dir / "eval.jsonl")
         self._lock = lock
 
     @classmethod
@@ -165,7 +165,7 @@ class EventLog:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         path = Path(run_dir) / "events.jsonl"
         cut_back(path, None)
-        self._lines = _Lines(path)
+        self._lines = Lines(path)
 
     def write(self, event: str, **fields: Any) -> None:
         self._lines.add({"time": round(time.time(), 3), "event": event, **fields})
@@ -174,7 +174,7 @@ class EventLog:
         self._lines.close()
 
 
-class _Lines:
+class Lines:
     """A file that grows by whole lines: each is one write at the end of the file."""
 
     def __init__(self, path: Path) -> None:

@@ -279,11 +279,13 @@ class GPTStage(nn.Module):
         logits = vocab_logits(self.norm(x), self.layout, self.head)
         if targets is None:
             return logits
+        return self.token_losses(logits, targets).sum()
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(s, b) losses in nats of this rank's (s, b, v/tp) logits and (b, s) targets."""
+        assert self.head is not None
         valid = logits.shape[-1] - padded_rows(self.head)
-        losses = vocab_parallel_cross_entropy(
-            logits, targets.t().contiguous(), self.layout.tp, valid
-        )
-        return losses.sum()
+        return vocab_parallel_cross_entropy(logits, targets.t().contiguous(), self.layout.tp, valid)
 
     def _about(self, length: int, starts: Tensor | None, draw: Draw | None) -> About:
         if not len(self.blocks):
