@@ -110,10 +110,12 @@ def _partial_buffer(
     """One flat buffer for all gradients that are partial over tp.
 
     A parameter that is cut over tp as well as replicated gets room for each of its slots, of
-    which a rank fills its own, so that one sum over the whole axis serves all. Returns the
-    buffer, this rank's slot of each such parameter, and where the sum goes.
+    which a rank fills its own, so that one sum over the whole axis serves all. They stand in the
+    order of their names: that of buckets depends on what a rank counts, which differs over tp.
+    Returns the buffer, this rank's slot of each such parameter, and where the sum goes.
     """
     partial = [p for p in late if get_slice(p).partial]
+    partial.sort(key=lambda p: get_slice(p).name)
     if not partial:
         return None, [], []
     sizes = [get_slice(p).slot[1] * p.numel() for p in partial]
