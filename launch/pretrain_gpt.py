@@ -99,8 +99,8 @@ def run(
             recorder.say(f"going on from {found.path}")
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
-            if profile and step == position.step + TIMED_STEPS:
-                recorder.say(profile.table(stage_times(training)))
+            if profile and step == min(position.step + TIMED_STEPS, last):
+                recorder.say(profile.compare(stage_times(training)))
             if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))
