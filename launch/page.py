@@ -13,7 +13,7 @@ from launch.run_dir import SCHEDULE
 from megalite.errors import ConfigError, ScheduleError
 from megalite.parallel_config import mesh_shape
 from megalite.report.history import read_history
-from megalite.report.measured import Traced, read_traces
+from megalite.report.measured import FILES, Traced, read_traces
 from megalite.report.page import Layout, Run, render
 from megalite.report.series import compact
 from megalite.schedule.generators import FILE
@@ -46,6 +46,7 @@ def read_run(run_dir: Path, *, quick: bool = False) -> Run:
             "RUN_DIR", f"there is no file {path}", "Name the directory of a run, its --run.dir"
         )
     cfg = load_config(["--config", str(path)])
+    traced, untraced = traces(run_dir / "trace", cfg.run.trace, quick)
     return Run(
         name=cfg.run.name or run_dir.resolve().name,
         about=about(cfg),
@@ -54,15 +55,17 @@ def read_run(run_dir: Path, *, quick: bool = False) -> Run:
         config=path.read_text(encoding="utf-8"),
         history=history,
         layout=layout(cfg, history.layout, run_dir),
-        traced=traces(run_dir / "trace", quick),
+        traced=traced,
+        untraced=untraced,
     )
 
 
-def traces(folder: Path, quick: bool) -> Traced | None:
-    """The traced step to show, if there is one."""
-    if quick and sum(path.stat().st_size for path in folder.glob("rank_*.json")) > _QUICK:
-        return None
-    return read_traces(folder)
+def traces(folder: Path, wanted: bool, quick: bool) -> tuple[Traced | None, str]:
+    """The traced step to show, or why there is none though there should be one."""
+    if quick and sum(path.stat().st_size for path in folder.glob(FILES)) > _QUICK:
+        return None, "its traces take long to read: python tools/report.py RUN_DIR shows them"
+    found = read_traces(folder)
+    return found, "no trace of a step has been written" if wanted and not found else ""
 
 
 def about(cfg: Config) -> str:

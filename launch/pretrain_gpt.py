@@ -94,7 +94,7 @@ def run(
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     figures = Figures(cfg, mesh, training.plan, training.trace)
     recorder = Recorder(cfg, mesh, plan, position, figures, train_data, training.watch, share)
-    with recorder, loader, TraceFiles(training):
+    with recorder, loader, TraceFiles(training) as traces:
         recorder.say(describe(training))
         if profile:
             recorder.say(profile.profile())
@@ -103,8 +103,9 @@ def run(
             recorder.say(f"going on from {found.path}")
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
-            if profile and step == position.step + TIMED_STEPS:
-                recorder.say(profile.table(stage_times(training)))
+            traces.after_step()
+            if profile and step == min(position.step + TIMED_STEPS, last):
+                recorder.say(profile.compare(stage_times(training)))
             if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))

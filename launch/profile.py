@@ -7,7 +7,7 @@ Nothing that trains is touched: no weight, no gradient sum, no global random num
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -33,9 +33,16 @@ from model.costs import LayerCost, ModelCosts, Passes
 from model.gpt import GPTStage
 
 ROUNDS = 5
-"""Microbatches of a probe whose median counts, after two that do not."""
+"""Microbatches of a probe that are timed before it is asked whether they agree, and again."""
+MOST_S = 3.0
+"""After so many seconds no more are timed, agreed or not."""
 TIMED_STEPS = 5
-"""Steps of training after which the stages' times are set beside the prediction."""
+"""Steps of training, or all if they are fewer, after which the stages' times are set beside the
+prediction."""
+_LEAST = 3  # of the times of a pass: those that have to agree, and whose median counts
+_AGREE = 1.1  # times the least of them
+_SMALL = 0.02  # of all passes together: a disagreement that changes nothing
+_TOO_FAR = 1.5  # times the prediction, either way: what is told
 _BLOCKS = 2  # in one probe: what a stage costs besides its layers is shared
 _SEED = 20211102
 
@@ -88,6 +95,29 @@ class Split:
             lines.append(text)
         return "\n".join(lines)
 
+    def compare(self, measured: Sequence[tuple[float, float]]) -> str:
+        """The table with the times that training takes, and a warning if they are others."""
+        far = self.surprises(measured)
+        if not far:
+            return self.table(measured)
+        advice = (
+            "warning: training does not take the times that its layers were split by "
+            f"({', '.join(far)}): the machine was busy when they were measured, or is busy now. "
+            "Start again on a quiet machine, or set parallel.partition to counts"
+        )
+        return "\n".join([self.table(measured), advice])
+
+    def surprises(self, measured: Sequence[tuple[float, float]]) -> list[str]:
+        """Where a stage takes other times than predicted, if that is not little of a microbatch."""
+        found, least = [], _SMALL * max(map(sum, measured))
+        for stage, (cost, times) in enumerate(zip(self.stages, measured, strict=True)):
+            backward = cost.time.input_grad + cost.time.weight_grad
+            for kind, ours, real in zip("FB", (cost.time.forward, backward), times, strict=True):
+                low, high = sorted((ours, real))
+                if high > _TOO_FAR * low and high - low > least:
+                    found.append(f"{kind} of stage {stage} {_ms(real)}, not {_ms(ours)} ms")
+        return found
+
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
@@ -122,34 +152,62 @@ def resolve(cfg: Config, mesh: Mesh) -> tuple[Config, Plan, Split | None]:
     return cfg, make_plan(cfg, dp, found.planned(message_seconds(cfg, mesh))), found
 
 
-def message_seconds(cfg: Config, mesh: Mesh, rounds: int = ROUNDS) -> float:
-    """Of hidden states from one pipeline rank to the next: half of there and back, the median,
-    the mean over all. Collective; 0 without a pipeline."""
+def message_seconds(cfg: Config, mesh: Mesh, rounds: int | None = None) -> float:
+    """Of hidden states from one pipeline rank to the next: half of there and back, settled, the
+    mean over all. Collective; 0 without a pipeline."""
     if mesh.pp.size == 1:
         return 0.0
     ends = [column[:2] for column in mesh.shape.groups("pp")]
     pair = next((g for g in mesh.new_group(ends) if g is not None), None)
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if pair is not None:
-        total[0], total[1] = _round_trip(cfg, mesh, pair, rounds) / 2, 1.0
+    tensor = _hidden(cfg, mesh)
+    for _ in range(2):
+        _round_trip(tensor, mesh, pair)
+    found = _settled(lambda: _round_trip(tensor, mesh, pair), mesh, rounds)
+    if found:
+        total[0], total[1] = found[0] / 2, 1.0
     mesh.world.all_reduce(total).wait()
     seconds, count = total.tolist()
     return float(seconds / count)
 
 
-def _round_trip(cfg: Config, mesh: Mesh, pair: Group, rounds: int) -> float:
+def _hidden(cfg: Config, mesh: Mesh) -> Tensor:
+    """What goes from one pipeline rank to the next."""
     cut = mesh.tp.size if cfg.parallel.sequence_parallel else 1
     rows = cfg.train.micro_batch_size * cfg.model.seq_length // cut
     dtype = DTYPES[cfg.train.dtype]
-    tensor = torch.zeros(rows, cfg.model.hidden_size, dtype=dtype, device=mesh.device)
-    me, taken = mesh.pp.index, []
-    for _ in range(rounds + 2):
-        start = _now(mesh.device)
-        for sender in (0, 1):
-            work = pair.send(tensor, 1 - me) if me == sender else pair.recv(tensor, 1 - me)
-            work.wait()
-        taken.append(_now(mesh.device) - start)
-    return median(taken[2:])
+    return torch.zeros(rows, cfg.model.hidden_size, dtype=dtype, device=mesh.device)
+
+
+def _round_trip(tensor: Tensor, mesh: Mesh, pair: Group | None) -> list[float]:
+    """Seconds there and back, if this rank is of the pair."""
+    if pair is None:
+        return []
+    me, start = mesh.pp.index, _now(mesh.device)
+    for sender in (0, 1):
+        work = pair.send(tensor, 1 - me) if me == sender else pair.recv(tensor, 1 - me)
+        work.wait()
+    return [_now(mesh.device) - start]
+
+
+def _settled(once: Callable[[], list[float]], mesh: Mesh, rounds: int | None) -> list[float]:
+    """What each time of ``once`` is on a machine that does nothing else: of ever more calls the
+    median of the least three, as soon as those agree on every rank, or ``MOST_S`` are over.
+
+    A busy machine adds to some calls and takes from none, so the mean and the median of a few say
+    how busy it was. Collective over the mesh, which makes as many calls on each rank.
+    """
+    begin, calls = time.perf_counter(), []
+    while True:
+        calls += [once() for _ in range(rounds or ROUNDS)]
+        least = [sorted(times)[:_LEAST] for times in zip(*calls, strict=True)]
+        small = _SMALL * sum(times[0] for times in least)
+        apart = any(t[-1] > _AGREE * t[0] and t[-1] - t[0] > small for t in least)
+        going_on = torch.tensor([float(apart), time.perf_counter() - begin], device=mesh.device)
+        mesh.world.all_reduce(going_on, "max").wait()
+        unsettled, spent = going_on.tolist()
+        if not unsettled or spent >= MOST_S:
+            return [median(times) for times in least]
 
 
 def stage_times(training: Training) -> list[tuple[float, float]]:
@@ -168,11 +226,11 @@ def stage_times(training: Training) -> list[tuple[float, float]]:
     return [(forward, backward) for forward, backward in mean.tolist()]
 
 
-def measure(cfg: Config, mesh: Mesh, rounds: int = ROUNDS) -> ModelCosts:
+def measure(cfg: Config, mesh: Mesh, rounds: int | None = None) -> ModelCosts:
     """Seconds of F, I and W, bytes kept, and parameters of each kind of layer.
 
-    Collective over the mesh. Each rank takes the median over its rounds, in which the kinds take
-    turns; times are the mean over all ranks, bytes the least of any: the same on each.
+    Collective over the mesh. The kinds take turns, until the least times of each pass agree;
+    times are the mean over all ranks, bytes the least of any: the same on each.
     """
     probes = [
         Probe(cfg, mesh, range(0), first=True),
@@ -185,12 +243,8 @@ def measure(cfg: Config, mesh: Mesh, rounds: int = ROUNDS) -> ModelCosts:
     mesh.world.all_reduce(kept, "max").wait()
     for probe in probes:
         probe.run()
-    times = [[probe.run() for probe in probes] for _ in range(rounds)]
-    found = torch.tensor(
-        [[median(r[k][p] for r in times) for p in range(3)] for k in range(len(probes))],
-        dtype=torch.float64,
-        device=mesh.device,
-    )
+    times = _settled(lambda: [t for probe in probes for t in probe.run()], mesh, rounds)
+    found = torch.tensor(times, dtype=torch.float64, device=mesh.device).view(len(probes), 3)
     mesh.world.all_reduce(found).wait()
     seconds = (found / mesh.world.size).tolist()
     costs = [

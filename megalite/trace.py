@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 ROWS = ("step", "compute", "message", "reduce")
 _IN_FLIGHT = "reduction in flight"
+FAILED = " (failed)"
+"""What the name of a step ends with that an error has ended: not all of its spans are there."""
 _LAG = 2  # steps after which the device is expected to have passed a step's marks
 
 
@@ -100,11 +102,14 @@ class Trace:
             yield
             return
         self._spans = spans = []
-        start = self.clock.mark()
+        start, name = self.clock.mark(), f"step {number}"
         try:
             yield
+        except BaseException:
+            name += FAILED
+            raise
         finally:
-            spans.append(Span("step", f"step {number}", start, self.clock.mark()))
+            spans.append(Span("step", name, start, self.clock.mark()))
             self._spans = None
             self._pending.append((number, spans))
             self._read(_LAG)
@@ -219,7 +224,8 @@ class Origin:
     """Whose trace it is: all that is needed to make sense of its spans.
 
     ``plan`` holds the schedule's name, number of microbatches and the pipeline rank of each stage,
-    ``actions`` the list of this rank as text.
+    ``actions`` the list of this rank as text. ``run`` is the same for the ranks of one start of a
+    job, and larger for a later one.
     """
 
     rank: int
@@ -228,6 +234,7 @@ class Origin:
     layout: str
     plan: Mapping[str, Any]
     actions: Sequence[str]
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,8 +256,8 @@ def write_trace(
     """Write all spans of a rank, whole or not at all; returns the file.
 
     Args:
-        first, last: the clock's offset at the start and at the end; without the latter (a job
-            that failed) the former is taken for the whole run, and the file says so.
+        first, last: the clock's offset at the start and now; without the latter (a job that
+            failed) the former is taken for the whole run, and the file says so.
     """
     trace.finish()
     shift = _shift(first, last, trace.clock.drift())

@@ -101,7 +101,7 @@ def test_a_step_that_fails_is_kept_as_far_as_it_came() -> None:
             pass
         raise RuntimeError
     trace.finish()
-    assert [s.name for s in trace.steps[7]] == ["data", "step 7"]
+    assert [s.name for s in trace.steps[7]] == ["data", "step 7 (failed)"]
 
 
 def some_trace() -> Trace:

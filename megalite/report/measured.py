@@ -9,23 +9,32 @@ from pathlib import Path
 from megalite.errors import ConfigError
 from megalite.report.lost import Lost, Measured, lost_time
 from megalite.schedule.action import Action, Plan
-from megalite.trace import RankTrace, Span, file_of, read_trace
+from megalite.trace import FAILED, RankTrace, Span, read_trace
+
+FILES = "rank_*.json"
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """The ranks of one replica (dp) and one tp index in the step that is shown.
+class Part:
+    """What was found of the ranks of one replica (dp) and one tp index in the step that is shown.
 
     Attributes:
-        where: their coordinates on the other axes. ranks: by pipeline rank.
+        where: their coordinates on the other axes. ranks: by pipeline rank; -1: no trace.
+        measured: without actions on ranks whose traces are missing.
         rest: of each, the spans outside the plan's actions.
     """
 
     where: Mapping[str, int]
     ranks: Sequence[int]
     measured: Measured
-    lost: Lost
     rest: Sequence[Sequence[Span]]
+
+
+@dataclass(frozen=True)
+class Pipeline(Part):
+    """One with the traces of all of its ranks, so that its lost time is known."""
+
+    lost: Lost
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,10 @@ class Traced:
 
     Attributes:
         step: its number. num_steps: how many it was chosen from.
-        pipelines: all of the job.
+        pipelines: those with all of their ranks' traces.
         uncertainty_s: of the clocks, the largest of any rank.
+        world_size: ranks of the job. missing: those without a trace of this start of the run.
+        part: if there is no whole pipeline, what there is of the one with most traces.
     """
 
     step: int
@@ -43,6 +54,9 @@ class Traced:
     layout: str
     pipelines: Sequence[Pipeline]
     uncertainty_s: float
+    world_size: int
+    missing: Sequence[int] = ()
+    part: Part | None = None
 
     @property
     def slowest(self) -> tuple[Pipeline, int, float]:
@@ -58,33 +72,35 @@ class Traced:
 
 
 def read_traces(folder: Path) -> Traced | None:
-    """The traces of the newest traced run of a directory; None if there are none.
+    """The traces of the newest traced start of a run; None if there are none.
 
     Raises:
-        ConfigError: if files are missing, or are not what a run writes.
+        ConfigError: if a file is not what a run writes.
     """
-    first = file_of(folder, 0)
-    if not first.exists():
-        return None
     try:
-        size = read_trace(first, row="step").origin.world_size
-        files = [file_of(folder, rank) for rank in range(size)]
         # Twice, so that never more than one step of all ranks is in memory.
-        steps = choose_step([read_trace(path, row="step").steps for path in files])
+        files = _newest({path: read_trace(path, row="step") for path in folder.glob(FILES)})
+        steps = choose_step([trace.steps for trace in files.values()]) if files else None
         return traced([read_trace(path, steps[0]) for path in files], *steps) if steps else None
-    except FileNotFoundError as error:
-        problem = f"there is no file {error.filename}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{folder} holds no complete trace: {' '.join(str(error).split())}"
     raise ConfigError("RUN_DIR", problem, "Trace again, or remove the folder")
 
 
+def _newest(traces: Mapping[Path, RankTrace]) -> dict[Path, RankTrace]:
+    """Those of the last start, by rank: after a crash some may be of an earlier one."""
+    last = max((t.origin.run for t in traces.values()), default=0)
+    kept = {path: t for path, t in traces.items() if t.origin.run == last}
+    return dict(sorted(kept.items(), key=lambda item: item[1].origin.rank))
+
+
 def choose_step(ranks: Sequence[Mapping[int, Sequence[Span]]]) -> tuple[int, int] | None:
-    """The median by duration of the steps that all ranks have recorded, and how many those are.
+    """The median by duration of the steps that all ranks have recorded to their ends, and how many
+    those are.
 
     The first is left out if there are others: it sets things up.
     """
-    common = sorted(set.intersection(*(set(steps) for steps in ranks)))
+    common = sorted(set.intersection(*({n for n in r if _whole(r[n])} for r in ranks)))
     chosen = common[1:] or common
     if not chosen:
         return None
@@ -93,19 +109,29 @@ def choose_step(ranks: Sequence[Mapping[int, Sequence[Span]]]) -> tuple[int, int
     return by_length[(len(chosen) - 1) // 2], len(chosen)
 
 
+def _whole(spans: Sequence[Span]) -> bool:
+    return not any(span.name.endswith(FAILED) for span in spans)
+
+
 def traced(traces: Sequence[RankTrace], step: int, num_steps: int = 1) -> Traced:
-    """What the traces of all ranks say of a step.
+    """What the traces of all ranks, or of some, say of a step.
 
     Raises:
         ValueError: if its actions are not those of the plan, each once.
     """
     window = _window([t.steps[step] for t in traces])
+    origin = traces[0].origin
+    parts = [_part(column, step, window) for column in _columns(traces)]
+    whole = [Pipeline(**vars(p), lost=lost_time(p.measured)) for p in parts if -1 not in p.ranks]
     return Traced(
         step,
         num_steps,
-        traces[0].origin.layout,
-        [_pipeline(column, step, window) for column in _columns(traces)],
+        origin.layout,
+        whole,
         max(float(t.clock["uncertainty_s"]) for t in traces),
+        origin.world_size,
+        sorted(set(range(origin.world_size)) - {t.origin.rank for t in traces}),
+        None if whole else min(parts, key=lambda p: p.ranks.count(-1)),
     )
 
 
@@ -124,30 +150,32 @@ def _columns(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
 
 
 def plan_of(column: Sequence[RankTrace]) -> Plan:
-    """The plan that the ranks of a pipeline have run."""
+    """The plan that the ranks of a pipeline have run; nothing for those that are missing."""
     kept = column[0].origin.plan
-    actions = tuple(tuple(map(Action.parse, trace.origin.actions)) for trace in column)
+    by_rank = {trace.origin.coordinates["pp"]: trace.origin.actions for trace in column}
+    ranks = range(max(kept["rank_of"]) + 1)
+    actions = tuple(tuple(map(Action.parse, by_rank.get(rank, ()))) for rank in ranks)
     return Plan(kept["name"], kept["num_microbatches"], tuple(kept["rank_of"]), actions)
 
 
-def _pipeline(column: Sequence[RankTrace], step: int, window: tuple[float, float]) -> Pipeline:
+def _part(column: Sequence[RankTrace], step: int, window: tuple[float, float]) -> Part:
     plan = plan_of(column)
+    found = {trace.origin.coordinates["pp"]: trace for trace in column}
+    spans = [found[rank].steps[step] if rank in found else [] for rank in range(plan.pp)]
+    ranks = [found[rank].origin.rank if rank in found else -1 for rank in range(plan.pp)]
     times = [
-        _times(plan[rank], trace.steps[step], f"rank {trace.origin.rank}, step {step}")
-        for rank, trace in enumerate(column)
+        _times(actions, mine, f"rank {rank}, step {step}")
+        for actions, mine, rank in zip(plan.actions, spans, ranks, strict=True)
     ]
     reductions = [
-        [(s.name, s.start, s.end) for s in t.steps[step] if s.row == "reduce" and not s.op]
-        for t in column
+        [(s.name, s.start, s.end) for s in mine if s.row == "reduce" and not s.op] for mine in spans
     ]
     reached, started, ended = zip(*times, strict=True)
-    measured = Measured(plan, *window, reached, started, ended, reductions)
-    return Pipeline(
+    return Part(
         {a: i for a, i in column[0].origin.coordinates.items() if a != "pp"},
-        [t.origin.rank for t in column],
-        measured,
-        lost_time(measured),
-        [[s for s in t.steps[step] if not s.op] for t in column],
+        ranks,
+        Measured(plan, *window, reached, started, ended, reductions),
+        [[s for s in mine if not s.op] for mine in spans],
     )
 
 

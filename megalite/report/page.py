@@ -14,12 +14,12 @@ from megalite.report.history import History
 from megalite.report.html import Html, tag
 from megalite.report.layout import layout_table, rank_list
 from megalite.report.measured import Traced
-from megalite.report.pipeline import timeline_figure
+from megalite.report.pipeline import cell_keys, timeline_figure
 from megalite.report.series import duration
 from megalite.report.step import measured_step
 from megalite.report.style import stylesheet
 from megalite.report.summary import summary
-from megalite.schedule.action import Op, Plan
+from megalite.schedule.action import Plan
 from megalite.schedule.simulate import simulate
 
 _FIRST_EVENTS, _LAST_EVENTS = 20, 180  # of many, those that are listed
@@ -49,6 +49,7 @@ class Run:
         config: the text of the configuration.
         layout: the newest; None if nothing has started.
         traced: the step of its trace that is shown, if there is one.
+        untraced: why there is none, if one was asked for.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Run:
     history: History
     layout: Layout | None
     traced: Traced | None = None
+    untraced: str = ""
 
 
 def render(run: Run) -> str:
@@ -69,9 +71,9 @@ def render(run: Run) -> str:
         tag("h1", run.name),
         tag("p", run.about, class_="about"),
         *summary(run.history, run.num_steps, num_ranks),
-        *(curves(run.history) if run.history.num_steps else []),
         *(measured_step(run.traced) if run.traced else []),
-        *(_planned(run.layout.plan) if run.layout and not run.traced else []),
+        *(curves(run.history) if run.history.num_steps else []),
+        *(_planned(run.layout.plan, run.untraced) if run.layout and not run.traced else []),
         *(_layout(run.layout) if run.layout else []),
         *_events(run.history.events, run.run_dir),
         tag("h2", "Configuration"),
@@ -97,28 +99,18 @@ def _layout(layout: Layout) -> list[Html]:
     ]
 
 
-def _planned(plan: Plan) -> list[Html]:
+def _planned(plan: Plan, untraced: str) -> list[Html]:
     """The timeline of a step in which each stage's forward takes 1 and its backward 2."""
     one = [1.0] * plan.num_stages
     timeline = simulate(plan, one, one, one)
-    ops = {a.op for actions in plan.actions for a in actions}
     text = (
         f"planned, not measured: {plan.name}, {plan.num_microbatches:,} microbatches, "
         f"{timeline.bubble_fraction:.0%} of the ranks' time idle, messages not counted"
     )
-    keys = [("f", "forward: 1 unit of time")]
-    keys += [("b", "backward: 2 units")] if Op.BACKWARD in ops else []
-    keys += [("i", "input gradient: 1 unit"), ("w", "weight gradient: 1 unit")] * (
-        Op.INPUT_GRAD in ops
-    )
-    keys += [("idle", "idle"), ("", _names(plan))]
+    text += f"; {untraced}" * bool(untraced)
+    keys = [*cell_keys(plan), ("idle", "idle"), ("", "F, I and W take 1 unit of time, B takes 2")]
     figure = tag("div", timeline_figure(timeline), legend(keys), class_="card")
     return [tag("h2", "One step of the pipeline ", tag("small", text)), figure]
-
-
-def _names(plan: Plan) -> str:
-    text = "number and colour: microbatch"
-    return text + " (hover for the stage)" * (plan.num_stages > plan.pp)
 
 
 def _events(events: Sequence[Mapping[str, Any]], run_dir: str) -> list[Html]:

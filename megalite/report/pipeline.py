@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from megalite.report.html import Html, join, tag
 from megalite.report.series import tick_labels, ticks
-from megalite.schedule.action import COMPUTE, Action, Op
+from megalite.schedule.action import COMPUTE, Action, Op, Plan
 from megalite.schedule.simulate import Timeline
 
-HUES = 8  # microbatches are coloured in turn
 _CLASS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.INPUT_GRAD: "i", Op.WEIGHT_GRAD: "w"}
 _WORDS = {
     Op.FORWARD: "forward",
@@ -18,7 +17,7 @@ _WORDS = {
     Op.INPUT_GRAD: "input gradient",
     Op.WEIGHT_GRAD: "weight gradient",
 }
-_ROW, _GAP, _STRIP, _LETTER = 24, 5, 8, 6.6  # pixels
+_ROW, _GAP, _STRIP, _LETTER, _MARGIN = 24, 5, 8, 6.6, 4  # pixels
 _WIDTH, _NARROWEST, _WIDEST = 1000, 5.0, 30.0  # of the drawing, and of one unit of time
 _MOST_ROWS = 32
 
@@ -118,6 +117,15 @@ def timeline_figure(
     )
 
 
+def cell_keys(plan: Plan) -> list[tuple[str, str]]:
+    """The legend of a figure's cells."""
+    ops = {a.op for actions in plan.actions for a in actions}
+    keys = [(_CLASS[op], _WORDS[op]) for op in _CLASS if op in ops]
+    if plan.num_stages > plan.pp:
+        keys.append(("", "darker: every second stage of a rank"))
+    return [*keys, ("", "number: microbatch, where it fits (hover for all)")]
+
+
 def _windows(scale: Scale) -> list[_Window]:
     span, cell = scale.span, scale.cell
     unit = min(_WIDEST / cell, _WIDTH / max(span, cell))
@@ -159,17 +167,18 @@ def _row(
         if action.op in COMPUTE and begin < stop:
             left, right = (window.left + (t - window.begin) * window.unit for t in (begin, stop))
             when = f"{scale.text(start)} to {scale.text(end)}"
-            yield _cell(action, left, right, top, when)
+            later = timeline.plan.stages_of(rank).index(action.stage) % 2
+            yield _cell(action, left, right, top, when, " later" * later)
 
 
-def _cell(action: Action, left: float, right: float, top: float, when: str) -> Html:
+def _cell(action: Action, left: float, right: float, top: float, when: str, more: str) -> Html:
     number = str(action.microbatch)
     what = f"{_WORDS[action.op]} of microbatch {number}, stage {action.stage}, from {when}"
     parts = [tag("title", what), _rect(left, top, right)]
-    if len(number) * _LETTER <= right - left:
+    if len(number) * _LETTER + _MARGIN <= right - left:
         middle = f"{(left + right) / 2:.1f}"
         parts.append(tag("text", number, x=middle, y=f"{top + _ROW / 2 + 4:g}"))
-    return tag("g", *parts, class_=f"{_CLASS[action.op]} m{action.microbatch % HUES}")
+    return tag("g", *parts, class_=f"{_CLASS[action.op]}{more}")
 
 
 def _rect(left: float, top: float, right: float, height: int = _ROW, **more: str) -> Html:

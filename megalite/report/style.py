@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from megalite.report.pipeline import HUES
-
-_HUES = (212, 28, 150, 280, 350, 52, 185, 318)
-assert len(_HUES) == HUES
-
 _LIGHT = """
 --page:#f6f7f9;--card:#fff;--text:#1b2330;--soft:#5b6675;--line:#e1e5ea;--idle:#eceff3;
 --loss:#1f6fd6;--bits:#d5620b;--norm:#7b3fc4;--lr:#12805c;--speed:#0b7d92;
 --good:#12805c;--bad:#c8232c;--warn:#9a6400;
 --busy:#9fc0ee;--c0:#b9c0ca;--c1:#e8843c;--c2:#8a5fd0;--c3:#1f9c96;--c4:#737d8c;
---f-light:82%;--f-text:#1b2330;--b-light:43%;--b-text:#fff;--colour:62%;
+--f:#9cc4f5;--f2:#5c97e0;--b:#3fa05f;--b2:#25733f;--w:#f4d35e;--w2:#d3a914;
+--on-f:#10203a;--on-b:#fff;--on-w:#3a2f00;
 """
 _DARK = """
 --page:#10141a;--card:#181e27;--text:#e6eaf0;--soft:#98a4b3;--line:#2b3440;--idle:#242c37;
 --loss:#6aa9ff;--bits:#ff9d57;--norm:#bd93f9;--lr:#4fc89b;--speed:#4fc3d9;
 --good:#4fc89b;--bad:#ff6b70;--warn:#f0b849;
 --busy:#3f6aa8;--c0:#59636f;--c1:#d9772f;--c2:#9a74dd;--c3:#2aa8a1;--c4:#8b96a5;
---f-light:74%;--f-text:#10141a;--b-light:38%;--b-text:#fff;--colour:48%;
+--f:#7fb0ea;--f2:#4a80c4;--b:#3d9159;--b2:#276a3f;--w:#dcbb48;--w2:#b38f12;
+--on-f:#10203a;--on-b:#fff;--on-w:#2a2200;
 """
 _RULES = """
 *{box-sizing:border-box}
@@ -70,11 +67,10 @@ figcaption{display:flex;justify-content:space-between;gap:12px;margin-bottom:8px
 .legend .k-each{height:1px;opacity:.6}
 .legend .k-restart{height:0;border-top:1px dashed var(--soft);vertical-align:4px}
 .legend .k-bad{width:2px;background:var(--bad)}
-.legend .k-idle{background:var(--idle)}
+.legend .k-idle{background:var(--idle)}.legend .k-none{background:var(--warn)}
 .legend .k-f,.legend .k-b,.legend .k-i,.legend .k-w{border-radius:2px}
-.legend .k-f{background:hsl(212 var(--colour) var(--f-light))}
-.legend .k-b,.legend .k-i{background:hsl(212 var(--colour) var(--b-light))}
-.legend .k-w{background:hsl(212 18% var(--b-light))}
+.legend .k-f{background:var(--f)}.legend .k-b,.legend .k-i{background:var(--b)}
+.legend .k-w{background:var(--w)}
 .legend .k-busy,.bar .busy{background:var(--busy)}
 .legend .k-c0,.bar .c0{background:var(--c0)}.legend .k-c1,.bar .c1{background:var(--c1)}
 .legend .k-c2,.bar .c2{background:var(--c2)}.legend .k-c3,.bar .c3{background:var(--c3)}
@@ -89,6 +85,13 @@ h3 small{font-weight:400;color:var(--soft);font-size:13px}
 .lost .n{text-align:right}
 .lost .wide{width:36%;min-width:220px}
 .lost .zero{color:var(--soft)}
+.lost .group{text-align:center;border-bottom:0;padding-bottom:0;white-space:normal}
+.lost .shared{border-left:2px solid var(--line);padding-left:14px;background:var(--page)}
+.bar.whole{height:30px;margin:0 0 2px}
+.bar.whole i{font-weight:600;font-size:13px;font-style:normal;line-height:30px;
+text-align:center;
+overflow:hidden;white-space:nowrap;color:#10141a}
+.bar.whole .c2,.bar.whole .c3,.bar.whole .c4{color:#fff}
 .bar{display:flex;height:18px;border-radius:3px;overflow:hidden}
 .bar i{display:block;height:100%}
 .card{padding:14px 16px}
@@ -108,11 +111,13 @@ h3 small{font-weight:400;color:var(--soft);font-size:13px}
 .timeline .start{text-anchor:start}.timeline .end{text-anchor:end}
 .timeline g rect{stroke:var(--card);stroke-width:1}
 .timeline .fine g rect{stroke-width:.3}
-.timeline .f rect{fill:hsl(var(--h) var(--colour) var(--f-light))}
-.timeline .f text{fill:var(--f-text)}
-.timeline .b rect,.timeline .i rect{fill:hsl(var(--h) var(--colour) var(--b-light))}
-.timeline .w rect{fill:hsl(var(--h) 18% var(--b-light))}
-.timeline .b text,.timeline .i text,.timeline .w text{fill:var(--b-text)}
+.timeline .f rect{fill:var(--f)}.timeline .f.later rect{fill:var(--f2)}
+.timeline .b rect,.timeline .i rect{fill:var(--b)}
+.timeline .b.later rect,.timeline .i.later rect{fill:var(--b2)}
+.timeline .w rect{fill:var(--w)}.timeline .w.later rect{fill:var(--w2)}
+.timeline .f text{fill:var(--on-f)}.timeline .w text{fill:var(--on-w)}
+.timeline .b text,.timeline .i text{fill:var(--on-b)}
+.timeline .none rect{fill:var(--warn)}
 table{border-collapse:collapse;font-size:14px}
 th,td{text-align:left;padding:6px 18px 6px 0;border-bottom:1px solid var(--line);
 vertical-align:top}
@@ -139,6 +144,5 @@ main{padding:16px 12px 32px}
 
 
 def stylesheet() -> str:
-    colours = "".join(f".m{i}{{--h:{hue}}}" for i, hue in enumerate(_HUES))
     dark = f"@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
-    return f":root{{color-scheme:light dark;{_LIGHT}}}{dark}{_RULES}{colours}"
+    return f":root{{color-scheme:light dark;{_LIGHT}}}{dark}{_RULES}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -106,7 +108,7 @@ def test_a_profile_touches_nothing_that_trains() -> None:
 
 def resolved(transport: Transport, cfg: Config) -> tuple[Config, ModelCosts, list[float]]:
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
-    profile_module.ROUNDS = 2
+    profile_module.ROUNDS, profile_module.MOST_S = 2, 0.0
     cfg, plan, found = resolve(cfg, mesh)
     assert found is not None
     training = build(cfg, mesh, plan, timed=True)
@@ -157,9 +159,58 @@ def test_a_split_says_what_was_measured_and_what_is_predicted() -> None:
     )
 
 
+def test_a_profile_that_training_does_not_bear_out_is_told() -> None:
+    found = Split(times(0.003, 0.03, 0.06), (range(0, 2), range(2, 2)))
+    fair = [(0.021, 0.042), (0.020, 0.040)]
+    assert found.compare(fair) == found.table(fair)
+    near = [(0.021, 0.060), (0.020, 0.030)]
+    assert "warning" not in found.compare(near)
+    text = found.compare([(0.021, 0.042), (0.040, 0.020)])
+    assert text.startswith(found.table([(0.021, 0.042), (0.040, 0.020)]))
+    assert "F of stage 1 40.00, not 20.00 ms, B of stage 1 20.00, not 40.00 ms" in text
+    assert "stage 0 2" not in text and "the machine was busy" in text
+    # A stage of a millionth of the others may take twice as long.
+    tiny = Split(times(1e-6, 0.03, 0.06), (range(0, 0), range(0, 2)))
+    measured = [(1e-6, 1e-6), (0.040, 0.080)]
+    assert tiny.compare(measured) == tiny.table(measured)
+
+
+def settle(
+    transport: Transport, busy: Sequence[float], agreed: float
+) -> tuple[list[float], int, float]:
+    """Calls of 1 ms (rank 0) and 2 ms (others), every one of them longer by a share of ``busy``."""
+    mesh = Mesh.create(mesh_shape(config(GPT2, pp=2).parallel, 2), transport)
+    profile_module.MOST_S = agreed
+    calls = 0
+
+    def once() -> list[float]:
+        nonlocal calls
+        calls += 1
+        extra = busy[calls % len(busy)] if mesh.rank == 0 else 0.0
+        return [1e-3 * (1 + mesh.rank) * (1 + extra)]
+
+    found = profile_module._settled(once, mesh, 5)
+    low = median(1e-3 * (1 + busy[i % len(busy)]) for i in range(1, 6)) if mesh.rank == 0 else 2e-3
+    mesh.close()
+    return found, calls, low
+
+
+def test_a_busy_machine_is_asked_again_until_its_least_times_agree() -> None:
+    quiet = run_ranks(2, settle, [0.0, 0.01], 60.0)
+    assert [calls for _, calls, _ in quiet] == [5, 5]
+    # Five calls in seven lose a whole time slice, and the first five hold but one of the others.
+    busy = [0.02, 4.0, 3.0, 5.0, 0.01, 4.5, 3.5]
+    (mine, calls, five), (theirs, same, _) = run_ranks(2, settle, busy, 60.0)
+    assert calls == same > 5 and theirs == [2e-3]
+    assert mine[0] == pytest.approx(1e-3, rel=0.05) and five > 3e-3
+    # Time is bounded, even if they never agree.
+    endless = run_ranks(2, settle, [0.0, *(1.0 + i for i in range(999))], 0.0)
+    assert [calls for _, calls, _ in endless] == [5, 5]
+
+
 def test_a_run_by_profile_prints_its_times_and_writes_its_split(tmp_path: Path) -> None:
     layout = ["--parallel.pp", "2", "--parallel.partition", "profile"]
-    done = train(2, tmp_path, *layout, "--train.steps", "6")
+    done = train(2, tmp_path, *layout, "--train.steps", "3")  # fewer than TIMED_STEPS
     assert done.code == 0, done.output
     assert "profile of a microbatch and tp rank" in done.output
     assert done.output.count("predicted") == 4 and done.output.count("measured") == 2
@@ -192,7 +243,7 @@ def test_a_run_by_auto_plans_for_what_was_measured_and_writes_its_plan(tmp_path:
 def planned(transport: Transport, cfg: Config) -> list[tuple[Any, Plan]]:
     """With memory for as much as 1F1B, and for one microbatch at a time."""
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
-    profile_module.ROUNDS = 2
+    profile_module.ROUNDS, profile_module.MOST_S = 2, 0.0
     little = replace(cfg, parallel=replace(cfg.parallel, schedule_memory=1.0))
     found = [resolve(c, mesh)[:2] for c in (cfg, little)]
     comm = profile_module.message_seconds(cfg, mesh)

@@ -535,3 +535,10 @@ def test_a_step_that_is_no_number_is_refused(run_dir: Path) -> None:
     (run_dir / "eval.jsonl").write_text('{"step": "nan", "val_loss": 1, "bits_per_byte": 1}\n')
     with pytest.raises(ConfigError, match=r"eval\.jsonl.*do not rise"):
         read_history(run_dir)
+
+
+def test_a_run_that_is_to_be_traced_says_that_there_is_no_trace(tmp_path: Path) -> None:
+    said = "no trace of a step has been written"
+    traced = write_run(tmp_path / "traced", [step(1)], cfg=make_config(trace=True))
+    assert any(said in text for text in report(traced).texts("small"))
+    assert said not in report(write_run(tmp_path / "not", [step(1)])).text
