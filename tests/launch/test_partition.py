@@ -213,7 +213,7 @@ def test_a_run_by_profile_prints_its_times_and_writes_its_split(tmp_path: Path) 
     done = train(2, tmp_path, *layout, "--train.steps", "3")  # fewer than TIMED_STEPS
     assert done.code == 0, done.output
     assert "profile of a microbatch and tp rank" in done.output
-    assert done.output.count("predicted") == 4 and done.output.count("measured") == 2
+    assert done.output.count("predicted") == 4 and done.output.count(", measured ") == 2
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())["parallel"]["partition"]
     assert len(saved) == 2 and sum(saved) == 4
 
