@@ -275,7 +275,7 @@ def make_plan(cfg: Config, dp: int, costs: Costs | None = None) -> Plan:
             MemoryLimit(parallel.schedule_memory or parallel.pp),
         )
     )
-    validate(plan)
+    validate(plan, trains=True)
     return plan
 
 
@@ -346,7 +346,7 @@ def describe(training: Training) -> str:
     lines = [
         shape.table(),
         *stages,
-        f"schedule: {training.plan.name}, {training.plan.num_microbatches} microbatches of "
+        f"schedule: {training.plan.name}, {training.plan.microbatches} of "
         f"{cfg.train.micro_batch_size} x {cfg.model.seq_length} tokens a replica and step",
         f"model: {cfg.model.num_parameters():,} parameters, {flat.num_elements:,} on rank 0, in "
         f"{cfg.train.dtype}; gradients, master weights and moments in {wide}",

@@ -252,7 +252,7 @@ def _schedule_file(cfg: Config, world_size: int) -> Iterator[ConfigError]:
     m = num_microbatches(cfg, parallel_config.mesh_shape(parallel, world_size).dp)
     try:
         made = build_schedule(parallel.schedule, parallel.pp, m, parallel.virtual_stages)
-        validate(lower(made))
+        validate(lower(made), trains=True)
     except ConfigError as error:
         yield error
     except ScheduleError as error:

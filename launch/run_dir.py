@@ -14,6 +14,7 @@ from megalite.checkpoint.load import open_checkpoint
 from megalite.config import to_yaml
 from megalite.errors import CheckpointError, ConfigError
 from megalite.schedule.action import Plan
+from megalite.schedule.lower import as_written
 from megalite.schedule.render import render_text
 
 SCHEDULE = "schedule.txt"
@@ -78,7 +79,7 @@ def write_run_dir(cfg: Config, data: Mixture, plan: Plan) -> None:
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DATA, json.dumps(data_identity(data)).encode())
-    write_whole(folder / SCHEDULE, render_text(plan.compute_only()).encode())
+    write_whole(folder / SCHEDULE, render_text(as_written(plan)).encode())
     write_whole(folder / CONFIG, to_yaml(cfg).encode())
 
 

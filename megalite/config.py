@@ -324,6 +324,9 @@ def _parse(name: str, hint: Any, given: _Given) -> Value:
         ) from error
 
 
+_YAML_LIST = re.compile(r"\[(.*)\]")
+
+
 def _value(hint: Any, words: tuple[str, ...]) -> Value:
     """The value of a field of type ``hint``; a ValueError carries more of the advice."""
     if get_origin(hint) in (Union, types.UnionType):
@@ -334,7 +337,8 @@ def _value(hint: Any, words: tuple[str, ...]) -> Value:
     if get_origin(hint) is tuple:
         items = get_args(hint)
         if len(words) == 1 and str not in items:
-            words = tuple(word.strip() for word in words[0].split(","))
+            numbers = _YAML_LIST.sub(r"\1", words[0].strip())
+            words = tuple(word.strip() for word in numbers.split(","))
         if items[-1] is Ellipsis:
             items = items[:1] * len(words)
         if len(items) != len(words):

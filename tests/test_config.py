@@ -227,6 +227,8 @@ def test_tuples_are_several_words_or_numbers_with_commas(tmp_path: Path) -> None
     want = Whole(run=Run(betas=(0.8, 0.9), paths=("a,b", "c"), cut=(1, 2)))
     flags = ["--run.paths", "a,b", "c", "--run.betas=0.8,0.9", "--run.cut", "1", "2"]
     assert of(*flags) == want
+    assert of("--run.paths", "a,b", "c", "--run.betas", "[0.8, 0.9]", "--run.cut=[1,2]") == want
+    assert of("--run.paths", "[a,b]").run.paths == ("[a,b]",)  # a name, not numbers
     text = "run: {betas: '0.8, 0.9', paths: ['a,b', c], cut: [1, 2]}"
     assert of(text=text, path=tmp_path / "c.yaml") == want
     assert of(text="run: {paths: only}", path=tmp_path / "c.yaml").run.paths == ("only",)

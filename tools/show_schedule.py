@@ -10,13 +10,14 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from megalite.errors import ConfigError, ScheduleError
 from megalite.schedule.action import Plan
-from megalite.schedule.costs import Costs, MemoryLimit
-from megalite.schedule.generators import build_schedule
+from megalite.schedule.costs import LEAST, MOST, Costs, MemoryLimit
+from megalite.schedule.generators import build_schedule, check_request
 from megalite.schedule.lost_time import LostTime, lost_time
 from megalite.schedule.lower import lower
 from megalite.schedule.render import render_text, to_csv
@@ -46,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument(
         "--memory",
         type=memory,
-        default=MemoryLimit(),
         metavar="UNITS[,OPEN_W]",
         help="for auto: the most microbatches in flight on a rank, and what a microbatch between "
         "I and W counts of one (default: no limit, 1)",
@@ -57,18 +57,43 @@ def parser() -> argparse.ArgumentParser:
 
 
 def costs(text: str) -> tuple[float, float, float, float]:
-    values = [float(part) for part in text.split(",")]
-    if len(values) not in (3, 4) or not all(0 <= v < float("inf") for v in values):
-        raise ValueError(text)
-    forward, input_grad, weight, *comm = values
-    return forward, input_grad, weight, comm[0] if comm else 0.0
+    try:
+        forward, input_grad, weight, *comm = (float(part) for part in text.split(","))
+        (message,) = comm or [0.0]
+        Costs.equal(1, 1, forward, input_grad, weight, message)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not F,I,W or F,I,W,COMM: three or four times, each 0 or within "
+            f"{LEAST:g} to {MOST:g}, such as 1,1,1,0.1"
+        ) from error
+    return forward, input_grad, weight, message
 
 
 def memory(text: str) -> MemoryLimit:
-    units, *open_w = (float(part) for part in text.split(","))
-    if len(open_w) > 1:
-        raise ValueError(text)
-    return MemoryLimit(units, *open_w)
+    try:
+        units, *open_w = (float(part) for part in text.split(","))
+        return MemoryLimit(units, *(open_w and _only(open_w)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not UNITS or UNITS,OPEN_W: at least 1 microbatch, and a share of 0 to 1, "
+            "such as 4 or 4,0.5"
+        ) from error
+
+
+def _only(values: list[float]) -> tuple[float]:
+    (value,) = values
+    return (value,)
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+    """``--flag=-1,2`` for ``--flag -1,2``, which argparse takes for two flags."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1].startswith("--") and re.match(r"-[0-9.]", word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def describe(plan: Plan, shown: Plan, times: Costs, timeline: Timeline) -> dict[str, Any]:
@@ -89,7 +114,7 @@ def describe(plan: Plan, shown: Plan, times: Costs, timeline: Timeline) -> dict[
     }
 
 
-def headings(facts: dict[str, Any], lost: Sequence[LostTime]) -> tuple[str, ...]:
+def headings(facts: dict[str, Any], lost: Sequence[LostTime], used: str) -> tuple[str, ...]:
     def numbers(values: Iterable[float]) -> str:
         return ", ".join(f"{v:.6g}" for v in values)
 
@@ -101,8 +126,7 @@ def headings(facts: dict[str, Any], lost: Sequence[LostTime]) -> tuple[str, ...]
     idle = [f"{name} {numbers(t)}" for name, t in causes.items() if max(t) > least]
 
     return (
-        f"{facts['schedule']}: {facts['pp']} ranks, {facts['num_stages']} stages, "
-        f"{facts['num_microbatches']} microbatches",
+        f"{facts['schedule']}: {facts['pp']} ranks, {facts['num_stages']} stages, {used}",
         f"makespan {facts['makespan']:g} (ideal {facts['ideal']:g}), "
         f"bubble {facts['bubble_fraction']:.2%}, span bubble {facts['span_bubble_fraction']:.2%}",
         f"microbatches in flight at most, by rank: {numbers(facts['peak_in_flight'])}",
@@ -112,15 +136,18 @@ def headings(facts: dict[str, Any], lost: Sequence[LostTime]) -> tuple[str, ...]
 
 
 def show(args: argparse.Namespace) -> str:
+    check_request(args.schedule, args.pp, args.microbatches, args.virtual_stages)
+    if args.memory is not None and args.schedule != "auto":
+        raise ConfigError("--memory", f"{args.schedule} keeps to no limit", "Use --schedule auto")
     times = Costs.equal(args.pp, args.virtual_stages, *args.costs)
     plan = build_schedule(
         args.schedule, args.pp, args.microbatches, args.virtual_stages, times, args.memory
     )
     lowered = lower(plan)
-    shown = lowered if args.messages else plan
+    shown = lowered if args.messages else plan.compute_only()
     timeline = simulate_step(lowered, times)
     facts = describe(lowered, shown, times, timeline)
-    title, figures, *others = headings(facts, lost_time(lowered, times))
+    title, figures, *others = headings(facts, lost_time(lowered, times), plan.microbatches)
     match args.format:
         case "json":
             return json.dumps(facts)
@@ -134,7 +161,7 @@ def show(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parser().parse_args(joined(sys.argv[1:] if argv is None else argv))
     try:
         text = show(args)
     except (ConfigError, ScheduleError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -36,7 +36,9 @@ class Op(Enum):
 BACKWARD = frozenset({Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 COMPUTE = BACKWARD | {Op.FORWARD}
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|WAIT_F|WAIT_B|REDUCE|F|B|I|W)(\d*)")
+_TEXT = re.compile(
+    r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|WAIT_F|WAIT_B|REDUCE|F|B|I|W)([0-9]{0,9})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Action:
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None or (match[2] == "REDUCE") != (match[3] == ""):
-            raise ValueError(f"not an action: {text!r} (an action looks like 2F0 or 1RECV_B3)")
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            raise ValueError(f"not an action: {shown!r} (an action looks like 2F0 or 1RECV_B3)")
         return cls(Op(match[2]), int(match[1]), int(match[3] or -1))
 
 
@@ -72,12 +75,14 @@ class Plan:
     """The actions of every pipeline rank, and which rank has which stage.
 
     ``rank_of[stage]`` is the pipeline rank that holds the stage; ``stages_of`` is its inverse.
+    A plan that was cut from a longer file says in ``file_microbatches`` how many that has.
     """
 
     name: str
     num_microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    file_microbatches: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -102,6 +107,19 @@ class Plan:
     def forward_only(self) -> bool:
         return all(a.op not in BACKWARD for actions in self.actions for a in actions)
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether any message or reduction is in it."""
+        return any(a.op not in COMPUTE for actions in self.actions for a in actions)
+
+    @property
+    def microbatches(self) -> str:
+        """How many, and which of a longer file, for a heading."""
+        text = f"{self.num_microbatches} microbatches"
+        if self.file_microbatches <= self.num_microbatches:
+            return text
+        return f"{text} (0 to {self.num_microbatches - 1} of the file's {self.file_microbatches})"
+
     def compute_only(self) -> Plan:
         return self.replace((a for a in actions if a.op in COMPUTE) for actions in self.actions)
 
@@ -109,6 +127,4 @@ class Plan:
         return self.actions[rank]
 
     def replace(self, actions: Iterable[Iterable[Action]]) -> Plan:
-        return Plan(
-            self.name, self.num_microbatches, self.rank_of, tuple(tuple(a) for a in actions)
-        )
+        return replace(self, actions=tuple(tuple(a) for a in actions))

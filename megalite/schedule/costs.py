@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import frexp, inf
+
+LEAST, MOST = 1e-100, 1e100  # of a time above 0: sums and quotients of such are numbers
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,30 @@ class Costs:
         if self.reduce and len(self.reduce) != stages:
             raise ValueError(f"reductions must be given for each of the {stages} stages")
         times = (*self.forward, *self.input_grad, *self.weight_grad, self.comm, *self.reduce)
-        if not all(0 <= t < inf for t in times):
-            raise ValueError("a time is negative or not finite")
+        for t in times:
+            if not (t == 0 or LEAST <= t <= MOST):
+                raise ValueError(f"a time of {t:g} is not 0 or within {LEAST:g} to {MOST:g}")
 
     @property
     def num_stages(self) -> int:
         return len(self.forward)
+
+    def near_one(self) -> Costs:
+        """The same in a unit that is near the longest time, exactly: a power of two."""
+        longest = max(*self.forward, *self.input_grad, *self.weight_grad, self.comm)
+        unit = 2.0 ** frexp(longest)[1]
+
+        def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(t / unit for t in times)
+
+        return replace(
+            self,
+            forward=scaled(self.forward),
+            input_grad=scaled(self.input_grad),
+            weight_grad=scaled(self.weight_grad),
+            comm=self.comm / unit,
+            reduce=scaled(self.reduce),
+        )
 
     @classmethod
     def equal(
@@ -75,5 +95,7 @@ class MemoryLimit:
     open_w: float = 1.0
 
     def __post_init__(self) -> None:
+        if not self.units >= 0:
+            raise ValueError(f"{self.units} microbatches are no limit of memory")
         if not 0 <= self.open_w <= 1:
             raise ValueError(f"open_w={self.open_w} is no share of an activation")

@@ -105,6 +105,7 @@ SCHEDULES: dict[str, Schedule] = {
     "auto": Schedule(_auto, "any"),
 }
 FILE = "file:"
+MOST_ACTIONS = 5_000_000  # F, I and W of a step: a plan of that many takes minutes and gigabytes
 
 
 def find_schedule(name: str) -> Schedule:
@@ -120,7 +121,7 @@ def find_schedule(name: str) -> Schedule:
         return Schedule(
             lambda r: load_plan(path, r.pp, r.num_microbatches, r.virtual_stages), "any"
         )
-    close = get_close_matches(name, SCHEDULES, n=1)
+    close = get_close_matches(name.lower().replace("-", "_"), SCHEDULES, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
     known = f"{', '.join(SCHEDULES)}, {FILE}PATH"
     raise ConfigError(
@@ -147,6 +148,23 @@ def build_schedule(
             does not fit.
         ScheduleError: for a file that is no schedule.
     """
+    schedule = check_request(name, pp, num_microbatches, virtual_stages)
+    request = Request(
+        pp,
+        num_microbatches,
+        virtual_stages,
+        costs or Costs.equal(pp, virtual_stages),
+        memory or MemoryLimit(),
+    )
+    return replace(schedule.make(request), name=name)
+
+
+def check_request(name: str, pp: int, num_microbatches: int, virtual_stages: int) -> Schedule:
+    """The schedule of that name, if it can be made for these numbers.
+
+    Raises:
+        ConfigError: as ``build_schedule``, before anything is made or read.
+    """
     schedule = find_schedule(name)
     if pp < 1:
         raise ConfigError("parallel.pp", f"got pp={pp}", "Use at least 1")
@@ -167,14 +185,15 @@ def build_schedule(
             f"{name} has {need[schedule.chunks]} a rank, got virtual_stages={virtual_stages}",
             f"Use virtual_stages={schedule.fewest}{_others(virtual_stages)}",
         )
-    request = Request(
-        pp,
-        num_microbatches,
-        virtual_stages,
-        costs or Costs.equal(pp, virtual_stages),
-        memory or MemoryLimit(),
-    )
-    return replace(schedule.make(request), name=name)
+    actions = 3 * pp * num_microbatches * virtual_stages
+    if actions > MOST_ACTIONS:
+        raise ConfigError(
+            "parallel.schedule",
+            f"{pp} ranks x {virtual_stages} stages x {num_microbatches} microbatches are "
+            f"{actions:,} F, I and W",
+            f"Use fewer: a step may have {MOST_ACTIONS:,}",
+        )
+    return schedule
 
 
 def _others(virtual_stages: int) -> str:

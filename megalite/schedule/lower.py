@@ -61,6 +61,7 @@ class _Added:
 
 def lower(plan: Plan) -> Plan:
     """Adds messages and gradient reductions to a compute-only plan, or to a forward-only one.
+    A plan that has any of them is left as it is, for ``validate`` to judge.
 
     - Stages on one rank hand over without a message.
     - A SEND follows the action that makes its message.
@@ -79,6 +80,8 @@ def lower(plan: Plan) -> Plan:
     Raises:
         ScheduleError: if an action is missing, doubled, on the wrong rank or before its inputs.
     """
+    if plan.is_lowered:
+        return plan
     check_compute(plan)
     messages = _find_messages(plan)
     added = [_Added() for _ in plan.actions]
@@ -87,6 +90,12 @@ def lower(plan: Plan) -> Plan:
     _add_waits(plan, messages, added)
     _add_reductions(plan, added)
     return plan.replace(x.merged(actions) for x, actions in zip(added, plan.actions, strict=True))
+
+
+def as_written(plan: Plan) -> Plan:
+    """The shortest plan of which ``lower`` makes this lowered one: mostly its computations."""
+    short = plan.compute_only()
+    return short if lower(short).actions == plan.actions else plan
 
 
 def _find_messages(plan: Plan) -> _Messages:

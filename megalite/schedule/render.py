@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import Action, Plan
+from megalite.schedule.action import Action, Op, Plan
 
-_ROW = re.compile(r"rank +(\d+):(.*)")
+_ROW = re.compile(r"rank +([0-9]{1,9}):(.*)")
 _AROUND = 5  # actions and ranks shown on either side of a mark
 
 
@@ -48,14 +48,13 @@ def parse_text(text: str, name: str = "text") -> Plan:
     Raises:
         ScheduleError: naming the line, for anything else.
     """
-    rows: list[list[str]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
+    rows: list[_Row] = []
+    for number, line in _lines(text):
         match = _ROW.fullmatch(line.strip())
         if match is None or int(match[1]) != len(rows):
-            raise ScheduleError(f"line {number}: expected 'rank {len(rows)}: ...', got {line!r}")
-        rows.append(match[2].split())
+            shown = line if len(line) <= 80 else f"{line[:80]}..."
+            raise ScheduleError(f"line {number}: expected 'rank {len(rows)}: ...', got {shown!r}")
+        rows.append((number, match[2].split()))
     return _plan(rows, name)
 
 
@@ -65,34 +64,52 @@ def to_csv(plan: Plan) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Plan:
-    """The inverse of ``to_csv``; empty cells are skipped.
+    """The inverse of ``to_csv``; empty cells and lines, and lines with ``#``, are skipped.
 
     Raises:
         ScheduleError: for a cell that is no action, or stages that do not form a pipeline.
     """
-    lines = text.removesuffix("\n").split("\n")
-    return _plan([[cell for cell in line.split(",") if cell.strip()] for line in lines], name)
+    return _plan(
+        [(n, [cell for cell in line.split(",") if cell.strip()]) for n, line in _lines(text)], name
+    )
 
 
-def _plan(rows: Sequence[Sequence[str]], name: str) -> Plan:
+_Row = tuple[int, list[str]]  # number of the line in its file, and its actions
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            yield number, line
+
+
+def _plan(rows: Sequence[_Row], name: str) -> Plan:
     actions = [
-        tuple(_action(rank, step, text) for step, text in enumerate(row))
-        for rank, row in enumerate(rows)
+        tuple(_action(line, rank, step, text) for step, text in enumerate(cells))
+        for rank, (line, cells) in enumerate(rows)
     ]
     rank_of: dict[int, int] = {}
+    last, where = Action(Op.FORWARD, 0, -1), ""
     for rank, found in enumerate(actions):
-        for a in found:
+        for step, a in enumerate(found):
+            at = f"line {rows[rank][0]}: rank {rank}, step {step}: {a}"
             if rank_of.setdefault(a.stage, rank) != rank:
-                other = rank_of[a.stage]
-                raise ScheduleError(f"{a} stands on rank {rank}, but rank {other} has its stage")
-    if not rank_of or sorted(rank_of) != list(range(len(rank_of))):
+                raise ScheduleError(
+                    f"{at} stands on rank {rank}, but rank {rank_of[a.stage]} has its stage"
+                )
+            if a.microbatch > last.microbatch:
+                last, where = a, at
+    if not rank_of or max(rank_of) >= len(rank_of):
         raise ScheduleError(f"stages must be numbered from 0 without a gap, got {sorted(rank_of)}")
-    microbatches = max(a.microbatch for found in actions for a in found) + 1
-    return Plan(name, microbatches, tuple(rank_of[s] for s in sorted(rank_of)), tuple(actions))
+    if last.microbatch >= sum(map(len, actions)):
+        raise ScheduleError(f"{where} has a microbatch beyond the number of actions")
+    return Plan(
+        name, last.microbatch + 1, tuple(rank_of[s] for s in sorted(rank_of)), tuple(actions)
+    )
 
 
-def _action(rank: int, step: int, text: str) -> Action:
+def _action(line: int, rank: int, step: int, text: str) -> Action:
     try:
         return Action.parse(text)
     except ValueError as error:
-        raise ScheduleError(f"rank {rank}, step {step}: {error}") from error
+        raise ScheduleError(f"line {line}: rank {rank}, step {step}: {error}") from error

@@ -6,7 +6,6 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from math import ceil, floor
 
 from megalite.errors import ConfigError
@@ -19,8 +18,10 @@ from megalite.schedule.lower import lower
 from megalite.schedule.placement import place_stages
 from megalite.schedule.simulate import simulate_step
 
-EFFORT = 1_000_000  # actions timed by a search
-_KEPT = 8  # plans found that may be simulated with their messages
+EFFORT = 3_000_000  # actions timed by a search without a limit of memory
+_EVERY = 32  # so many rungs at most are one activation apart
+_FINE, _COARSE = 1.2, 2.0  # else: from one to the next, up to twice the memory of 1F1B and above
+_KEPT = 8  # plans of a rung that may be simulated with their messages
 _THRESHOLDS = (0.5, 0.0, 1.0, 0.75)  # W goes where a rank would wait for this share of its time
 _ROUNDINGS = (0.5, 0.999, 0.0, 0.25, 0.75)  # of how many F fit in before the first I
 
@@ -43,7 +44,11 @@ def search(
     Tried are the named schedules, and orders of F and I whose W are put into the waits: those of
     1F1B with the warm-up that the costs ask for, of list scheduling and of the named schedules;
     then the best one with a longer or shorter warm-up of some ranks, until nothing gets better or
-    ``EFFORT`` is spent. Effort is counted in actions, not in seconds, because every rank makes the
+    the effort is spent.
+
+    More memory never makes the plan slower: limits are tried as the rungs of a ladder, from one
+    microbatch up to what is allowed, and what is done on a rung does not depend on whether there
+    is one above it. Effort is counted in actions, not in seconds, because every rank makes the
     plan for itself and all must find the same one. A million takes one to three seconds.
 
     The result is never behind a named schedule that keeps the limit: what could be ahead of the
@@ -60,10 +65,32 @@ def search(
             f"auto is allowed {memory.units:g} microbatches in flight on a rank",
             "Allow at least 1",
         )
-    run = _Search(pp, num_microbatches, virtual_stages, costs, memory)
+    run = _Search(pp, num_microbatches, virtual_stages, costs.near_one(), memory)
     plans = list(named)
-    run.explore(plans)
+    for limit, effort in _ladder(pp, num_microbatches, virtual_stages):
+        if limit > memory.units * virtual_stages + 1e-9 or run.is_perfect():
+            break
+        run.explore(limit, effort, plans)
     return run.best(plans)
+
+
+def _ladder(pp: int, m: int, v: int) -> list[tuple[int, float]]:
+    """Rising limits of a rank's activations, each with the effort that it adds.
+
+    Much goes to the memory of 1F1B, which is what a run is allowed by default, and to its double;
+    of the others the lowest gets most: what they find is the start of those above.
+    """
+    most, usual, double = m * v, pp * v, 2 * pp * v
+    rungs, at = {most, *(n for n in (usual, double) if n < most)}, v
+    while at < most:
+        rungs.add(at)
+        ratio = 1.0 if most <= _EVERY else _FINE if at < double else _COARSE
+        at = max(at + 1, int(at * ratio))
+    shares = {usual: 1 / 4, double: 1 / 8}
+    others = sorted(rungs - shares.keys())
+    whole = sum(1 / nth for nth in range(1, len(others) + 1))
+    shares |= {limit: 5 / 8 / whole / nth for nth, limit in enumerate(others, 1)}
+    return [(limit, EFFORT * shares[limit]) for limit in sorted(rungs)]
 
 
 @dataclass(frozen=True)
@@ -80,17 +107,19 @@ class _Candidate:
 class _Search:
     def __init__(self, pp: int, m: int, v: int, costs: Costs, memory: MemoryLimit) -> None:
         self.pp, self.m, self.v, self.costs, self.memory = pp, m, v, costs, memory
-        self.limit = memory.units * v
+        self.limit = 0.0  # activations of a rank on the rung that is being explored
         self.rank_ofs = [place_stages("loop", pp, v)]
         if v == 2:
             self.rank_ofs.append(place_stages("v", pp, v))
         self.least_makespan, self.least_span = map(
             min, zip(*(self._bounds(rank_of) for rank_of in self.rank_ofs), strict=True)
         )
-        self.spent = 0
+        self.effort, self.spent = 0.0, 0
         self.tried = 0
         self.leader: tuple[_Key, _Candidate] | None = None
-        self.found: list[tuple[_Key, int, Plan]] = []  # the best; equals in order of arrival
+        self.found: list[tuple[_Key, int, Plan]] = []  # a rung's best; equals in order of arrival
+        self.simulated: dict[_Key, list[Plan]] = {}  # by the key without messages
+        self.winner: tuple[_Key, Plan] | None = None  # of those, with messages
 
     def _bounds(self, rank_of: Sequence[int]) -> tuple[float, float]:
         """Of makespan and span: a rank computes for as long as its stages take, after the first F
@@ -111,18 +140,31 @@ class _Search:
             peak,
         )
 
-    def explore(self, named: Sequence[Plan]) -> None:
+    def explore(self, limit: float, effort: float, named: Sequence[Plan]) -> None:
+        """One rung: what was found below goes on with more memory, beside new orders."""
+        self.limit = limit
+        self.effort += effort
+        self.found = []
+        if self.leader is None:
+            self._consider(self._one_at_a_time())
+        else:
+            self._consider(replace(self.leader[1], limit=limit))
         for candidate in self._seeds(named):
             if self._is_over():
-                return
+                break
             self._consider(candidate)
         while self._climb():
             pass
+        self._simulate_found()
+
+    def is_perfect(self) -> bool:
+        """Nothing is left to gain."""
+        return self.winner is not None and self.winner[0][:2] <= (10**9, 5000)
 
     def _is_over(self) -> bool:
         """No effort is left, or nothing to gain."""
         done = self.leader is not None and self.leader[0][:2] <= (10**9, 5000)
-        return done or self.spent >= EFFORT
+        return done or self.spent >= self.effort
 
     def _consider(self, c: _Candidate) -> bool:
         """Whether it is the best one so far."""
@@ -162,42 +204,34 @@ class _Search:
         return better
 
     def _seeds(self, named: Sequence[Plan]) -> Iterator[_Candidate]:
-        """Each order with the memory of 1F1B, with twice that and with all there is: of equals
-        the first stays, and it has the least. A rank must take messages in the order in which they
-        are sent, or receive buffers pile up; neither W nor a warm-up changes that order."""
-        limits = [x for x in (1.0 * self.pp * self.v, 2.0 * self.pp * self.v) if x < self.limit]
-        limits.append(self.limit)
-        kept: dict[float, list[_Placed]] = {limit: [] for limit in limits}
-        new = [self._affordable(named, limit, kept[limit]) for limit in limits]
+        """A rank must take messages in the order in which they are sent, or receive buffers pile
+        up; neither W nor a warm-up changes that order."""
+        kept: list[_Placed] = []
         for threshold in _THRESHOLDS:
-            old = [iter(kept[limit]) for limit in limits]
-            for together in zip_longest(*(new if threshold == _THRESHOLDS[0] else old)):
-                for limit, placed in zip(limits, together, strict=True):
-                    if placed is not None:
-                        yield from self._within(placed, limit, threshold)
+            new = threshold == _THRESHOLDS[0]
+            for placed in self._affordable(named, kept) if new else kept:
+                yield from self._within(placed, threshold)
 
-    def _within(self, placed: _Placed, limit: float, threshold: float) -> Iterator[_Candidate]:
+    def _within(self, placed: _Placed, threshold: float) -> Iterator[_Candidate]:
         """With the warm-up that the limit leaves, alike on all ranks or in stairs."""
-        rank_of, orders = placed
+        (rank_of, orders), limit = placed, self.limit
         leads = tuple(_lead_within(order, limit) for order in orders)
         yield _Candidate(rank_of, orders, leads, limit, threshold)
         stairs = tuple(min(0, min(leads) + rank) for rank in range(self.pp))
         if stairs != leads:
             yield _Candidate(rank_of, orders, stairs, limit, threshold)
 
-    def _affordable(
-        self, named: Sequence[Plan], limit: float, kept: list[_Placed]
-    ) -> Iterator[_Placed]:
-        for found in self._orders(named, limit):
+    def _affordable(self, named: Sequence[Plan], kept: list[_Placed]) -> Iterator[_Placed]:
+        for found in self._orders(named):
             if _is_first_in_first_out(*found):
                 kept.append(found)
                 yield found
             self.spent += self.pp * self.v * self.m * 2
-            if self.spent >= EFFORT:
+            if self.spent >= self.effort:
                 return
 
-    def _orders(self, named: Sequence[Plan], limit: float) -> Iterator[_Placed]:
-        open_w = self.memory.open_w
+    def _orders(self, named: Sequence[Plan]) -> Iterator[_Placed]:
+        limit, open_w = self.limit, self.memory.open_w
         if self.v == 1:
             for rounding in _ROUNDINGS:
                 yield self.rank_ofs[0], self._warmed_up(rounding, limit)
@@ -248,28 +282,39 @@ class _Search:
         ]
         return _Candidate(rank_of, orders, (0,) * self.pp, self.limit, 1.0)
 
+    def _simulate_found(self) -> None:
+        """The best of a rung, as far as the effort goes; its very best in any case."""
+        for nth, (key, _, plan) in enumerate(self.found):
+            if nth and self.spent >= self.effort:
+                return
+            self._simulate(key, plan)
+
+    def _simulate(self, key: _Key, plan: Plan) -> None:
+        """Messages and buffers can only delay: a plan is simulated with them unless the winner is
+        not behind it even without."""
+        same = self.simulated.setdefault(key, [])
+        if plan in same or (self.winner is not None and key[:2] >= self.winner[0][:2]):
+            return
+        same.append(plan)
+        self.spent += self.pp * self.v * self.m * 15
+        timeline = simulate_step(lower(plan), self.costs)
+        exact = self._key(timeline.makespan, timeline.longest_span, key[2])
+        if self.winner is None or exact < self.winner[0]:
+            self.winner = exact, plan
+
     def best(self, named: Sequence[Plan]) -> Plan:
-        """Messages and buffers can only delay: a plan is simulated with them unless the best so
-        far is not behind it even without."""
-        ranked = list(self.found)
-        for plan in named:
-            filled = self._fill(plan.actions, plan.rank_of, self.limit, 1.0)
+        """The winner, or a named schedule that is ahead of it and keeps the limit."""
+        ranked: list[tuple[_Key, int, Plan]] = []
+        for nth, plan in enumerate(named):
+            limit = self.memory.units * self.v
+            filled = self._fill(plan.actions, plan.rank_of, limit, 1.0)
             if filled is not None:
                 key = self._key(filled.makespan, filled.span, filled.peak)
-                ranked.append((key, self.tried + len(ranked), plan))
-        if not ranked:
-            self._consider(self._one_at_a_time())
-            ranked = self.found
-        best: tuple[_Key, Plan] | None = None
+                ranked.append((key, nth, plan))
         for key, _, plan in sorted(ranked, key=lambda x: x[:2]):
-            if best is not None and key[0] >= best[0][0]:
-                break
-            timeline = simulate_step(lower(plan), self.costs)
-            exact = self._key(timeline.makespan, timeline.longest_span, key[2])
-            if best is None or exact < best[0]:
-                best = exact, plan
-        assert best is not None, "one microbatch at a time keeps every limit"
-        return best[1]
+            self._simulate(key, plan)
+        assert self.winner is not None, "one microbatch at a time keeps every limit"
+        return self.winner[1]
 
 
 def _input_grads(actions: Sequence[Action]) -> list[Action]:

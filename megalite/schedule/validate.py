@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 from itertools import accumulate
 from typing import NoReturn
 
@@ -23,12 +24,13 @@ _MESSAGE_OPS = {
     Op.INPUT_GRAD: (Op.RECV_B, Op.SEND_B, Op.WAIT_B, -1),
 }
 ROOM = 2  # receives of a channel: one that is being taken, one that fills
+_NEEDED = {False: (Op.FORWARD,), True: (Op.BACKWARD, Op.INPUT_GRAD)}  # by whether it goes back
 _MESSAGE_PARTS = frozenset(Op) - COMPUTE - {Op.REDUCE}
 
 _Steps = dict[Op, dict[int, int]]  # where in a rank's list the op of a number (``_number``) stands
 
 
-def validate(plan: Plan) -> Report:
+def validate(plan: Plan, *, trains: bool = False) -> Report:
     """Checks a lowered plan; what it accepts runs to its end on any timing.
 
     Checked: each F once and, unless the plan is forward-only, each B (or I and W) once, on the
@@ -41,10 +43,12 @@ def validate(plan: Plan) -> Report:
     On a GPU, channels are communicators that run at once: the proof assumes that their kernels
     can be resident together.
 
+    Args:
+        trains: whether it is for training, so that a forward-only plan is wrong.
     Raises:
         ScheduleError: the place, the problem, and the grid with the place in brackets.
     """
-    check_compute(plan.compute_only())
+    _check_computations(plan, frozenset(Op), trains)
     for rank in range(plan.pp):
         steps = _steps(plan, rank)
         _check_messages(plan, rank, steps)
@@ -64,6 +68,73 @@ def check_compute(plan: Plan) -> None:
     Raises:
         ScheduleError: as ``validate``.
     """
+    _check_computations(plan, COMPUTE, trains=False)
+
+
+def check_order(plan: Plan) -> None:
+    """Checks a plan for training without communication, as ``check_compute``; also that no rank
+    waits in a circle.
+
+    Raises:
+        ScheduleError: as ``validate``.
+    """
+    _check_computations(plan, COMPUTE, trains=True)
+    waits = _find_waits(plan)
+    if not waits:
+        return
+    path, rank = list[int](), min(waits)
+    while rank not in path:
+        path.append(rank)
+        rank = plan.rank_of[waits[rank][1].stage]
+    circle = path[path.index(rank) :]
+    said = [
+        f"rank {r}, step {step}: {plan[r][step]} waits for rank {plan.rank_of[a.stage]} "
+        f"to reach {a}"
+        for r in circle
+        for step, a in [waits[r]]
+    ]
+    grid = render_text(plan, {r: waits[r][0] for r in circle})
+    raise ScheduleError(f"dead-lock: {'; '.join(said)}\n{grid}")
+
+
+def _find_waits(plan: Plan) -> dict[int, tuple[int, Action]]:
+    """Ranks that never end: where each stands, and the action of another rank that it needs."""
+    done, at = set[tuple[bool, int, int]](), [0] * plan.pp
+    waiting: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    runnable, last = list(range(plan.pp)), plan.num_stages - 1
+    stuck: dict[int, tuple[int, Action]] = {}
+    while runnable:
+        rank = runnable.pop()
+        stuck.pop(rank, None)
+        for step in range(at[rank], len(plan[rank])):
+            a = plan[rank][step]
+            if a.op is Op.WEIGHT_GRAD:
+                continue
+            back = a.op is not Op.FORWARD
+            source = a.stage + (1 if back else -1)
+            need = back, source, a.microbatch
+            if 0 <= source <= last and need not in done:
+                waiting[need].append(rank)
+                op = next(
+                    b.op
+                    for b in plan[plan.rank_of[source]]
+                    if (b.stage, b.microbatch) == need[1:] and b.op in _NEEDED[back]
+                )
+                at[rank], stuck[rank] = step, (step, Action(op, source, a.microbatch))
+                break
+            made = back, a.stage, a.microbatch
+            done.add(made)
+            runnable += waiting.pop(made, ())
+    return stuck
+
+
+def _check_computations(plan: Plan, allowed: Container[Op], trains: bool) -> None:
+    """Of all ops that are ``allowed``, the computations."""
+    if trains and plan.forward_only:
+        raise ScheduleError("it has no B, and no I and W: nothing would be learned")
+    if not plan.rank_of or plan.num_microbatches < 1:
+        shape = f"{plan.num_stages} stages and {plan.num_microbatches} microbatches"
+        raise ScheduleError(f"{plan.name} has {shape}: there is nothing to run")
     if any(not 0 <= rank < plan.pp for rank in plan.rank_of):
         raise ScheduleError(f"stages lie on ranks {plan.rank_of}, but there are {plan.pp} lists")
     wanted = _BITS[Op.FORWARD] if plan.forward_only else sum(_BITS[op] for op in _PARTS)
@@ -73,8 +144,10 @@ def check_compute(plan: Plan) -> None:
         needs = {(op, s): _needs(plan, op, s) for op in COMPUTE for s in plan.stages_of(rank)}
         for step, a in enumerate(actions):
             found = needs.get((a.op, a.stage))
+            if found is None and a.op not in COMPUTE and a.op in allowed:
+                continue
             if found is None or not 0 <= a.microbatch < m:
-                _fail_place(plan, rank, step)
+                _fail_place(plan, rank, step, allowed)
             bits, at = _BITS[a.op], a.stage * m + a.microbatch
             if done[at] & bits:
                 _fail_repeat(plan, rank, step)
@@ -89,7 +162,29 @@ def check_compute(plan: Plan) -> None:
                     whole = missing & _BITS[Op.BACKWARD] == _BITS[Op.BACKWARD]
                     op = next(op for op in _PARTS if missing & _BITS[op])
                     op = Op.BACKWARD if whole and op is not Op.FORWARD else op
-                    _fail(plan, rank, None, f"{Action(op, stage, microbatch)} is missing")
+                    _fail_missing(plan, rank, Action(op, stage, microbatch))
+
+
+def _fail_missing(plan: Plan, rank: int, missing: Action) -> NoReturn:
+    """Shows it where it could stand: after what it needs and its like of the microbatch before,
+    or at the end of the list."""
+    before = {
+        (op, missing.stage + offset, missing.microbatch)
+        for offset, bit, _ in _needs(plan, missing.op, missing.stage)
+        for op, bits in _BITS.items()
+        if bits & bit
+    }
+    before |= {
+        (op, missing.stage, missing.microbatch - 1)
+        for op, bits in _BITS.items()
+        if bits & _BITS[missing.op]
+    }
+    at = [i for i, a in enumerate(plan[rank], 1) if (a.op, a.stage, a.microbatch) in before]
+    step = at[-1] if at else len(plan[rank])
+    rows = list(plan.actions)
+    rows[rank] = (*plan[rank][:step], missing, *plan[rank][step:])
+    grid = render_text(plan.replace(rows), {rank: step})
+    raise ScheduleError(f"rank {rank}, step {step}: {missing} is missing\n{grid}")
 
 
 def _needs(plan: Plan, op: Op, stage: int) -> list[tuple[int, int, Op]]:
@@ -107,9 +202,9 @@ def _needs(plan: Plan, op: Op, stage: int) -> list[tuple[int, int, Op]]:
             return [(0, _BITS[Op.FORWARD], Op.FORWARD), *after]
 
 
-def _fail_place(plan: Plan, rank: int, step: int) -> NoReturn:
+def _fail_place(plan: Plan, rank: int, step: int, allowed: Container[Op]) -> NoReturn:
     a = plan[rank][step]
-    if a.op not in COMPUTE:
+    if a.op not in allowed:
         _fail(plan, rank, step, f"{a} is not a computation")
     if not (0 <= a.stage < plan.num_stages and 0 <= a.microbatch < plan.num_microbatches):
         shape = f"{plan.num_stages} stages and {plan.num_microbatches} microbatches"
@@ -121,7 +216,7 @@ def _fail_repeat(plan: Plan, rank: int, step: int) -> NoReturn:
     a = plan[rank][step]
     key = a.stage, a.microbatch
     for earlier, b in enumerate(plan[rank][:step]):
-        if (b.stage, b.microbatch) == key and _BITS[a.op] & _BITS[b.op]:
+        if (b.stage, b.microbatch) == key and _BITS[a.op] & _BITS.get(b.op, 0):
             _fail(plan, rank, step, f"{a} repeats {b} of step {earlier}")
     raise AssertionError("it was done before")
 
@@ -281,7 +376,5 @@ def _check_channel_buffers(plan: Plan, rank: int, source: int, kind: str) -> Non
             _fail(plan, rank, step, f"{problem}, where {enough} suffice")
 
 
-def _fail(plan: Plan, rank: int, step: int | None, problem: str) -> NoReturn:
-    if step is None:
-        raise ScheduleError(f"rank {rank}: {problem}\n{render_text(plan)}")
+def _fail(plan: Plan, rank: int, step: int, problem: str) -> NoReturn:
     raise ScheduleError(f"rank {rank}, step {step}: {problem}\n{render_text(plan, {rank: step})}")

@@ -39,7 +39,7 @@ def test_a_large_plan_is_cut_down_to_where_the_mark_is() -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("rank 0: 0F0 0X0", "rank 0, step 1: not an action: '0X0'"),
+        ("rank 0: 0F0 0X0", "line 1: rank 0, step 1: not an action: '0X0'"),
         ("rank 1: 0F0", "line 1: expected 'rank 0: ...'"),
         ("rank 0: 0F0\nnonsense", "line 2: expected 'rank 1: ...'"),
         ("rank 0: 0F0 2F0", r"without a gap, got \[0, 2\]"),
@@ -54,5 +54,5 @@ def test_text_that_is_no_plan_is_refused_with_the_place(text: str, match: str) -
 
 def test_a_csv_cell_that_is_no_action_is_named() -> None:
     assert from_csv("0F0,0B0,\n1F0,1B0,\n").pp == 2
-    with pytest.raises(ScheduleError, match="rank 1, step 1: not an action"):
-        from_csv("0F0,0B0\n1F0,hello\n")
+    with pytest.raises(ScheduleError, match="line 4: rank 1, step 1: not an action"):
+        from_csv("# two ranks\n0F0,0B0\n\n1F0,hello\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -12,6 +13,7 @@ from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs, MemoryLimit
 from megalite.schedule.generators import SCHEDULES, build_schedule
 from megalite.schedule.lower import lower
+from megalite.schedule.peaks import peak_memory
 from megalite.schedule.simulate import Timeline, simulate_step
 from megalite.schedule.validate import validate
 from tests.schedule.published import PROFILED, Profiled
@@ -119,6 +121,67 @@ def test_memory_buys_time() -> None:
         for units in (1, 2, 3, 4, 8)
     ]
     assert makespans == sorted(makespans, reverse=True) and makespans[-1] < 0.5 * makespans[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 7), st.integers(1, 3))
+def test_more_memory_never_makes_it_slower(data: st.DataObject, pp: int, m: int, v: int) -> None:
+    costs = data.draw(all_costs(pp * v))
+    open_w = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    limits = data.draw(st.lists(st.floats(1, 2 * pp + 1), min_size=2, max_size=4).map(sorted))
+    makespans = []
+    for units in limits:
+        plan = build_schedule("auto", pp, m, v, costs, MemoryLimit(units, open_w))
+        share = [1 / v] * (pp * v)
+        assert max(peak_memory(plan, share, [open_w / v] * (pp * v))) <= units + 1e-9
+        makespans.append(timed(plan, costs)[0].makespan)
+    for less, more in pairwise(makespans):
+        assert more <= less * (1 + 2e-9)
+
+
+@pytest.mark.parametrize(
+    ("pp", "m", "v", "comm", "units", "most"),
+    [
+        (8, 6, 3, 0.0, (3, 4), 45),
+        (4, 3, 3, 0.0, (1.5, 2), 19),
+        (3, 9, 2, 0.0, (1.5, 2), 50),
+        (2, 14, 1, 20.0, (3, 4), 310),
+    ],
+)
+def test_where_few_orders_fit_a_little_memory_still_buys_time(
+    pp: int, m: int, v: int, comm: float, units: tuple[float, float], most: float
+) -> None:
+    """One microbatch at a time would take three times as long."""
+    costs = Costs.equal(pp, v, comm=comm)
+    less, more = (
+        timed(build_schedule("auto", pp, m, v, costs, MemoryLimit(u)), costs)[0].makespan
+        for u in units
+    )
+    assert more <= less <= most
+
+
+def test_the_ladder_starts_at_one_microbatch_and_does_not_end_below_all() -> None:
+    for pp, m, v in ((1, 1, 1), (3, 5, 2), (8, 64, 2), (32, 128, 2)):
+        limits, effort = zip(*search._ladder(pp, m, v), strict=True)
+        assert limits[0] == v and limits[-1] == m * v and list(limits) == sorted(set(limits))
+        assert min(effort) > 0 and sum(effort) <= search.EFFORT * (1 + 1e-9)
+        assert min(pp, m) * v in limits
+
+
+def test_the_unit_of_time_does_not_matter() -> None:
+    for unit in (1e-90, 1e90):
+        costs = Costs.equal(3, 2, 1.3 * unit, 1.1 * unit, 0.7 * unit, 0.2 * unit)
+        found = build_schedule("auto", 3, 7, 2, costs, MemoryLimit(3))
+        same = Costs.equal(3, 2, 1.3, 1.1, 0.7, 0.2)
+        mine = simulate_step(lower(found), same).makespan
+        other = build_schedule("auto", 3, 7, 2, same, MemoryLimit(3))
+        assert mine == pytest.approx(simulate_step(lower(other), same).makespan)
+
+
+def test_a_limit_that_is_none_is_refused() -> None:
+    for units in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match="no limit of memory"):
+            MemoryLimit(units)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])

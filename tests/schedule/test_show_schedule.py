@@ -113,7 +113,18 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
         ("--schedule gpipe --pp 2 --microbatches 2 --virtual-stages 0", "got virtual_stages=0"),
         ("--schedule 1f1b --pp 0 --microbatches 2", "got pp=0"),
         ("--schedule 1f1b --pp two --microbatches 2", "argument --pp: invalid int value: 'two'"),
-        ("--schedule 1f1b --pp 2 --microbatches 2 --costs 1,1", "argument --costs"),
+        ("--schedule 1f1b --pp 2 --microbatches 2 --costs 1,1", "'1,1' is not F,I,W or F,I,W,COMM"),
+        ("--schedule 1f1b --pp 2 --microbatches 2 --costs -1,1,1", "'-1,1,1' is not F,I,W"),
+        ("--schedule 1f1b --pp 2 --microbatches 2 --costs 1e308,1,1", "within 1e-100 to 1e+100"),
+        ("--schedule 1f1b --pp 2 --microbatches 2 --costs 1e-320,0,0", "within 1e-100 to 1e+100"),
+        ("--schedule 1f1b --pp 2 --microbatches 2 --memory 1", "--memory: 1f1b keeps to no limit"),
+        ("--schedule 1F1B --pp 2 --microbatches 2", "Did you mean 1f1b?"),
+        ("--schedule ZB-H1 --pp 2 --microbatches 2", "Did you mean zb_h1?"),
+        ("--schedule 1f1b --pp 100000000 --microbatches 2", "600,000,000 F, I and W. Use fewer"),
+        ("--schedule auto --pp 2 --microbatches 2 --memory nan", "'nan' is not UNITS"),
+        ("--schedule auto --pp 2 --microbatches 2 --memory -1", "'-1' is not UNITS"),
+        ("--schedule auto --pp 2 --microbatches 2 --memory 1,2,3", "'1,2,3' is not UNITS"),
+        ("--schedule file: --pp 2 --microbatches 2", "file: has no path"),
         ("--schedule 1f1b --pp 2 --microbatches 2 --costs 1,1,-1", "argument --costs"),
         ("--schedule auto --pp 2 --microbatches 2 --memory 2,3", "argument --memory"),
         ("--schedule auto --pp 2 --microbatches 2 --memory 0.9", "Allow at least 1"),
@@ -144,6 +155,24 @@ def test_a_file_with_a_wrong_order_is_shown_with_the_place(
     (tmp_path / "plan").write_text("0F0,0B0\n1B0,1F0\n")
     assert main(f"--schedule file:{tmp_path}/plan --pp 2 --microbatches 1".split()) == 2
     assert "[1B0]" in capsys.readouterr().err
+
+
+def test_a_cut_file_says_which_microbatches_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan").write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    flags = f"--schedule file:{tmp_path}/plan --pp 2 --microbatches"
+    assert "1 microbatches (0 to 0 of the file's 2)\n" in shown(capsys, f"{flags} 1")
+    assert "2 stages, 2 microbatches\n" in shown(capsys, f"{flags} 2")
+
+
+@pytest.mark.parametrize("form", ["text", "json", "svg"])
+@pytest.mark.parametrize("costs", ["1e100,1e100,1e100", "1e-100,0,0", "1e100,1e-100,0", "0,0,0"])
+def test_the_largest_and_the_least_times_are_shown(
+    capsys: pytest.CaptureFixture[str], costs: str, form: str
+) -> None:
+    text = shown(capsys, f"--schedule 1f1b --pp 2 --microbatches 2 --costs {costs} --format {form}")
+    assert "nan" not in text.lower() and "inf" not in text.lower()
 
 
 def test_the_idle_time_is_shown_by_cause(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,8 +79,10 @@ def test_a_reduction_that_cannot_overlap_holds_its_rank_up() -> None:
     [
         ({"forward": (1.0,)}, "each of the 1 stages"),
         ({"reduce": (1.0,)}, "reductions must be given for each of the 2 stages"),
-        ({"comm": -1.0}, "negative or not finite"),
-        ({"weight_grad": (1.0, float("nan"))}, "negative or not finite"),
+        ({"comm": 1e308}, "a time of 1e.308 is not 0 or within 1e-100 to 1e.100"),
+        ({"comm": 1e-320}, "is not 0 or within 1e-100"),
+        ({"comm": -1.0}, "a time of -1 is not 0 or within"),
+        ({"weight_grad": (1.0, float("nan"))}, "a time of nan is not 0 or within"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(change: dict[str, Any], match: str) -> None:
