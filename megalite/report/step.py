@@ -154,7 +154,7 @@ def _whole_bar(traced: Traced) -> list[Html]:
 
 
 def _timelines(part: Part) -> list[Html]:
-    """What happened; below it, to the same scale, the bound that the schedule sets."""
+    """The bound that the schedule sets; below it, to the same scale, what happened."""
     m, window = part.measured, part.measured.end - part.measured.begin
     real = Timeline(m.plan, _from(m.started, m.begin), _from(m.ended, m.begin))
     scale = Scale(window, _cell(m), 1e3, " ms")
@@ -162,11 +162,7 @@ def _timelines(part: Part) -> list[Html]:
     keys += [("none", "no trace of this rank")] * (-1 in part.ranks)
     keys += [("c3", "sums of gradients"), ("c4", "data, optimizer"), ("idle", "idle")]
     where = ", ".join(f"{axis} {index}" for axis, index in part.where.items())
-    found = [
-        tag("h3", f"Measured: {_ms(window)} ", tag("small", f"the pipeline of {where}")),
-        timeline_figure(real, scale, _marks(part)),
-        legend([*cell_keys(m.plan)[:-1], *keys, cell_keys(m.plan)[-1]]),
-    ]
+    found = []
     if isinstance(part, Pipeline):
         bound = Timeline(m.plan, *(tuple(map(tuple, times)) for times in part.lost.planned))
         remark = "if all stages were alike and messages took no time: no forecast"
@@ -174,7 +170,12 @@ def _timelines(part: Part) -> list[Html]:
             tag("h3", f"The plan without losses: {_ms(bound.makespan)} ", tag("small", remark)),
             timeline_figure(bound, scale),
         ]
-    return found
+    return [
+        *found,
+        tag("h3", f"Measured: {_ms(window)} ", tag("small", f"the pipeline of {where}")),
+        timeline_figure(real, scale, _marks(part)),
+        legend([*cell_keys(m.plan)[:-1], *keys, cell_keys(m.plan)[-1]]),
+    ]
 
 
 def _from(times: Sequence[Sequence[float]], begin: float) -> tuple[tuple[float, ...], ...]:

@@ -155,7 +155,7 @@ def test_planned_and_measured_have_one_scale_and_fetch_nothing() -> None:
     widths = found.attributes("svg", "width")
     assert len(widths) == 2 and widths[0] == widths[1]
     heads = found.texts("h3")
-    assert heads[0].startswith("Measured: ") and heads[1].startswith("The plan without losses: ")
+    assert heads[0].startswith("The plan without losses: ") and heads[1].startswith("Measured: ")
     assert "clocks agree to 3 us" in found.text and outside(found) == []
     # Every computation is drawn, in both.
     assert sum("of microbatch" in t for t in found.texts("title")) == 2 * PP * 2 * 8
