@@ -108,17 +108,18 @@ def _figures(ranks: list[dict[str, Any]], case: Case) -> dict[str, tuple[float, 
 
 
 def look(chosen: Sequence[tuple[Fault, Case]]) -> list[Sight]:
-    """Run faults of equally many ranks, each after its layout as it should be."""
-    jobs: list[Job] = []
-    for fault, case in chosen:
-        jobs += [(str(case), case.cfg(), None), (f"{case}, {fault.__name__}", case.cfg(), fault)]
+    """Run faults of equally many ranks, beside their layouts as they should be."""
+    cases = list(dict.fromkeys(case for _, case in chosen))
+    jobs: list[Job] = [(str(case), case.cfg(), None) for case in cases]
+    jobs += [(f"{case}, {fault.__name__}", case.cfg(), fault) for fault, case in chosen]
     runs, found = run_all(chosen[0][1].ranks, jobs), []
-    for n, (fault, case) in enumerate(chosen):
-        clean, broken = (_figures(run, case) for run in runs[2 * n : 2 * n + 2])
+    clean = {case: _figures(run, case) for case, run in zip(cases, runs, strict=False)}
+    for (fault, case), run in zip(chosen, runs[len(cases) :], strict=True):
+        broken = _figures(run, case)
         # The initial weights must be equal to the bit: any difference is seen.
         times = {k: size / (TOLERANCE[k] or 1e-12) for k, (size, _) in broken.items()}
         most = max(times, key=times.__getitem__)
         size, where = broken[most]
-        off = max(s / (TOLERANCE[k] or 1e-12) for k, (s, _) in clean.items())
+        off = max(s / (TOLERANCE[k] or 1e-12) for k, (s, _) in clean[case].items())
         found.append(Sight(fault.__name__, case, most, where, size, times[most], off))
     return found

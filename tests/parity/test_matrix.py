@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.parity import matrix
-from tests.parity.groups import wrong
+from tests.parity.groups import few_steps, wrong
 from tests.parity.matrix import FIELDS, TURN, TURNS, Case, grouped, legal, part, todays_turn, traits
 
 
@@ -41,11 +41,8 @@ def test_layouts_take_the_steps_of_one_process(cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize("cases", parts_of_matrix())
 def test_layouts_keep_the_rules_of_nccl(cases: tuple[Case, ...]) -> None:
-    """Where gloo's leniency ends: a transport and a device with NCCL's rules.
-
-    The weights of the first step are gathered during the second.
-    """
-    assert not (found := wrong(cases, steps=2, transport="nccl_rules")), "\n".join(found)
+    """Where gloo's leniency ends: a transport and a device with NCCL's rules."""
+    assert not (found := wrong(cases, "nccl_rules", few_steps)), "\n".join(found)
 
 
 @st.composite

@@ -166,7 +166,7 @@ def test_plain_data_parallelism_needs_the_bound(dtype: Half) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("cases", by_turn(3))
+@pytest.mark.parametrize("cases", by_turn(2))
 def test_half_precision_stays_within_the_bound(cases: tuple[Case, ...], dtype: Half) -> None:
     found = [pair for group in grouped(cases) for pair in deviations(group, dtype)]
     for size, case in found:
