@@ -13,13 +13,14 @@ from megalite.grads import GradSink
 from megalite.pipeline.stage import Stage
 from megalite.pipeline.timed import TimedStage
 from megalite.pipeline.watched import WatchedStage, stage_kind
+from megalite.rows import Rows
 
 
 class Double(nn.Module):
     def hidden_shape(self, micro_batch_size: int, seq_length: int) -> tuple[int, ...]:
         return (micro_batch_size, seq_length)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, rows: Rows | None = None) -> Tensor:
         return 2 * x
 
 
