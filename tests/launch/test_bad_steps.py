@@ -10,16 +10,16 @@ import pytest
 
 from tests.launch.command import SMALL, TINY, Result, launcher, metrics, run, train
 
-THREE_D = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.zero1", "True"]
-HIT = {"rank": 6, "step": 3, "microbatch": 0, "layer": "layers.2", "way": "F", "times": 1}
-PLACE = "rank 6 (stage 1): the output of layers.2, microbatch 0"
+LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2"]
+HIT = {"rank": 2, "step": 3, "microbatch": 0, "layer": "layers.2", "way": "F", "times": 1}
+PLACE = "rank 2 (stage 1): the output of layers.2, microbatch 0"
 
 
 def planted(run_dir: Path, plant: dict[str, Any], *flags: str) -> Result:
-    """Eight ranks, tp 2 x pp 2 x dp 2, of which one is hit."""
+    """Four ranks, tp 2 x pp 2, of which one is hit."""
     script = ["tests/launch/planting.py", *TINY, *SMALL, "--run.dir", str(run_dir)]
-    layout = [*THREE_D, "--train.steps", "6", *flags]
-    return run([*launcher(8), *script, *layout], PLANT=json.dumps(plant))
+    layout = [*LAYOUT, "--train.steps", "6", *flags]
+    return run([*launcher(4), *script, *layout], PLANT=json.dumps(plant))
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:

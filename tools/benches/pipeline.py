@@ -30,7 +30,7 @@ THEORY = {"1f1b": 1.03, "zb_v": 1.05, "dualpipe_v": 1.05}
 """Most time over that of the simulator on stages that overshoot as those of the floor do."""
 ZERO_BUBBLE = ("zb_h1", "zb_v", "dualpipe_v")
 FASTEST = "zb_v"
-"""Which of ours has the goal of real compute; 1F1B ends where its bubble lets it, a little above."""
+"""Which of ours has the goal of real compute: 1F1B's own bubble leaves it hardly any room."""
 
 
 def run() -> list[Row]:
