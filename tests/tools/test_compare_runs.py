@@ -79,8 +79,10 @@ def test_a_run_that_is_taken_up_in_another_layout_has_one_record_without_holes(
 
 @pytest.mark.parametrize(
     "layout",
-    [["--parallel.tp", "2", "--parallel.pp", "2"], ["--parallel.pp", "2"]],
-    ids=["tp2-pp2", "pp2-dp2"],
+    [
+        pytest.param(["--parallel.tp", "2", "--parallel.pp", "2"], id="tp2-pp2"),
+        pytest.param(["--parallel.pp", "2"], id="pp2-dp2", marks=pytest.mark.full),
+    ],
 )
 def test_two_deterministic_runs_of_one_layout_are_equal_to_the_bit(
     layout: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
