@@ -133,14 +133,13 @@ def resolve(cfg: Config, mesh: Mesh) -> tuple[Config, Plan, Split | None]:
         measured, what.
     """
     parallel, dp = cfg.parallel, mesh.shape.dp
-    if "profile" != parallel.partition and "auto" != parallel.schedule:
-        return cfg, make_plan(cfg, dp), None
+    plan = None if parallel.schedule == "auto" else make_plan(cfg, dp)
+    if plan is not None and parallel.partition != "profile":
+        return cfg, plan, None
     costs = measure(cfg, mesh)
-    if parallel.schedule == "auto":
-        # Where auto places stages follows from what they cost; so the split comes first.
-        rank_of = place_stages("loop", parallel.pp, parallel.virtual_stages)
-    else:
-        rank_of = make_plan(cfg, dp).rank_of
+    # Where auto places stages follows from what they cost; so the split comes first.
+    loop = place_stages("loop", parallel.pp, parallel.virtual_stages)
+    rank_of = plan.rank_of if plan is not None else loop
     if parallel.partition in ("profile", "balanced"):
         layers = split(cfg, costs, rank_of)
         counts = tuple(map(len, layers))
@@ -149,7 +148,9 @@ def resolve(cfg: Config, mesh: Mesh) -> tuple[Config, Plan, Split | None]:
         mode = parallel.partition
         layers = place_layers([1.0] * cfg.model.num_layers, len(rank_of), mode=mode)
     found = Split(costs, layers)
-    return cfg, make_plan(cfg, dp, found.planned(message_seconds(cfg, mesh))), found
+    if plan is None:
+        plan = make_plan(cfg, dp, found.planned(message_seconds(cfg, mesh)))
+    return cfg, plan, found
 
 
 def message_seconds(cfg: Config, mesh: Mesh, rounds: int | None = None) -> float:
