@@ -42,8 +42,7 @@ class StepTotals:
 
     def stacked(self) -> Tensor:
         """(7,) what the host is told of a step, in the order of ``Told``."""
-        told = (self.loss, self.tokens, self.grad_norm, self.finite)
-        return torch.stack([*told, self.bad_losses, self.stops, self.scale])
+        return torch.stack([getattr(self, name) for name in Told._fields])
 
 
 class Told(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megalite.pipeline.stage import Stage
-from megalite.rows import Rows
 
 Mark = float | torch.cuda.Event
 LIMIT = 256
@@ -29,17 +28,11 @@ class TimedStage(Stage):
         super().__init__(*args, **options)
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {"F": [], "B": [], "I": [], "W": []}
 
-    def forward(
-        self,
-        microbatch: int,
-        x: Tensor,
-        targets: Tensor | None = None,
-        rows: Rows | None = None,
-    ) -> Tensor:
+    def forward(self, microbatch: int, *args: Any, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return super().forward(microbatch, x, targets, rows)
+            return super().forward(microbatch, *args, **options)
         with self._timed("F"):
-            return super().forward(microbatch, x, targets, rows)
+            return super().forward(microbatch, *args, **options)
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         with self._timed("B"):

@@ -82,7 +82,7 @@ class FiniteWatch:
         module = stage.module
         assert isinstance(module, nn.Module)
         begins = layers[0][1] if stage.first and layers else module
-        if begins is not module or not stage.first:
+        if layers or not stage.first:
             name = "the embedding" if stage.first else f"stage {stage.index - 1}, as it came here"
             site = self._site(stage.index, name)
             begins.register_forward_pre_hook(lambda _, args: self._pass(stage, site, args[0]))
