@@ -124,8 +124,11 @@ def prove(name: str, pp: int, num_microbatches: int, virtual_stages: int) -> Non
 
 @pytest.fixture
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that stops after a few plans."""
+    """A search that stops after a few plans, on few limits of memory."""
     monkeypatch.setattr(search, "EFFORT", 2_000)
+    monkeypatch.setattr(search, "_EVERY", 8)
+    monkeypatch.setattr(search, "_FINE", 2.0)
+    monkeypatch.setattr(search, "_COARSE", 4.0)
 
 
 def test_every_schedule_has_a_formula_or_is_searched_for() -> None:
