@@ -114,7 +114,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[An
     return root, found
 
 
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[str(e) for e in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(n, marks=[pytest.mark.full] if layout[0] > 4 else [], id=str(layout))
+        for n, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_any_layout_reads_the_state_of_any_other_to_the_bit(
     layout: int, checkpoints: tuple[Path, list[Any]]
 ) -> None:
