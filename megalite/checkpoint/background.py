@@ -110,7 +110,7 @@ class Saver:
 
     def finished(self) -> list[Saved]:
         """The saves that have ended since the last call, as far as this rank knows: rank 0 knows
-        all. Sends nothing and waits for nothing."""
+        at once, the others when they wait. Sends nothing and waits for nothing."""
         if self._job and self._job.saved:
             self._ended.append(self._job.saved)
             self._job.saved = None
@@ -132,7 +132,7 @@ class Saver:
         job.thread.join()
         if job.saved:
             self._ended.append(job.saved)
-        elif job.error and self.rank != 0:
+        elif self.rank != 0:
             self._ended.append(self._outcome(job))
 
     def _begin(self, job: _Job, pieces: Iterable[Piece], extra: Mapping[str, Any]) -> None:

@@ -115,9 +115,8 @@ def test_all_ranks_write_and_rank_0_commits_without_being_asked(tmp_path: Path) 
         mine.wait()
         return told + mine.finished()
 
-    told = results(run_job(RANKS, body))
-    assert [(s.step, s.error, s.warning) for s in told[0]] == [(n, None, "") for n in (1, 2, 3, 4)]
-    assert told[1:] == [[], []]
+    for told in results(run_job(RANKS, body)):
+        assert [(s.step, s.error, s.warning) for s in told] == [(n, None, "") for n in range(1, 5)]
     assert names_in(tmp_path) == ["step_00000003", "step_00000004"]
     for path, state in zip(latest(tmp_path), states[:1:-1], strict=True):
         assert same_bits(read(path, state), state)
@@ -191,8 +190,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_run_goes_on(
     for me, told in enumerate(results(run_job(RANKS, body))):
         (failed,) = [saved for saved in told if saved.error]
         assert failed.step == 2 and "No space left on device" in str(failed.error)
-        if me == 0 or not background:
-            assert [saved.step for saved in told] == [1, 2, 3]
+        assert [saved.step for saved in told] == [1, 2, 3]
     assert names_in(tmp_path) == ["step_00000001", "step_00000003"]
     for step, path in zip((3, 1), latest(tmp_path), strict=True):
         assert same_bits(read(path, make_rows()), make_rows(step))
