@@ -26,7 +26,7 @@ from launch.record import Recorder
 from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
-from launch.state import Position, find_checkpoint, restore, save_state
+from launch.state import Position, find_checkpoint, open_saver, restore, save_state
 from launch.tracing import TraceFiles
 from launch.world import world_from_env
 from megalite.errors import ConfigError
@@ -83,6 +83,7 @@ def run(
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     training = recorded(training, position.step)
+    saver = open_saver(training, checkpoints, share)
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
         "seq_length": cfg.model.seq_length,
@@ -107,13 +108,15 @@ def run(
             if profile and step == min(position.step + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
             if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
-                path = save_state(training, recorder.position(), checkpoints, share)
-                recorder.event("save", step=step, path=str(path))
+                save_state(training, recorder.position(), saver)
+            recorder.saves(saver.finished())
             if is_due(step, cfg.train.eval_every, last):
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
             recorder.resume_clock()
+        saver.wait()
+        recorder.saves(saver.finished(), last=True)
         if cfg.train.eval_every and last == cfg.train.steps:
             start, vocab = [tokenizer.eod], tokenizer.vocab_size
             text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))

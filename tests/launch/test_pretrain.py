@@ -71,13 +71,14 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     alone: Path, tmp_path: Path
 ) -> None:
     steps = ["--train.steps", "50", "--checkpoint.every", "10"]
-    first = train(4, tmp_path, *steps, *THREE_D[:4], "--run.stop_at", "10")
+    behind = ["--checkpoint.async_save", "True"]
+    first = train(4, tmp_path, *steps, *THREE_D[:4], "--run.stop_at", "10", *behind)
     assert first.code == 0, first.output
     assert len(metrics(tmp_path)) == 10
     # The lines of steps after the checkpoint, as a killed run leaves them, must not stand twice.
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 0}\n{"step": 12, "lo')
-    second = train(4, tmp_path, *steps, "--parallel.pp", "4")
+    second = train(4, tmp_path, *steps, "--parallel.pp", "4", *behind)
     assert second.code == 0, second.output
     assert "taking up" in second.output and "going on from" in second.output
     assert_same_lines(tmp_path, alone)

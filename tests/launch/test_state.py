@@ -13,7 +13,7 @@ from torch import Tensor
 from launch.build import build
 from launch.config import Config
 from launch.job import share_text
-from launch.state import Position, restore, save_state, state_pieces
+from launch.state import Position, open_saver, restore, save_state, state_pieces
 from megalite.checkpoint.load import open_checkpoint
 from megalite.checkpoint.save import save
 from megalite.data_parallel import bucket as bucket_module
@@ -64,7 +64,9 @@ def saved(transport: Transport, root: Path, layout: int, smallest: int) -> list[
         training = build(cfg, mesh)
         for step in range(STEP):
             training.step(batch_of(cfg, step, mesh.dp.index, mesh.dp.size), cfg.optim.lr)
-        save_state(training, _position(), place(root, layout, kind), share_text(mesh))
+        saver = open_saver(training, place(root, layout, kind), share_text(mesh))
+        save_state(training, _position(), saver)
+        assert [saved.error for saved in saver.finished()] == [None]
         found.append(parts(state_pieces(training, share=True)))
         mesh.close()
     return found
