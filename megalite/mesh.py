@@ -79,6 +79,24 @@ DONE = _Done()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+class _Summed:
+    """A reduce-scatter over gloo, whose own sums a copy of the whole on every rank: here each rank
+    is sent the parts that it has to add, and adds them in the order of ranks."""
+
+    def __init__(self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self.output, self.parts = output, torch.empty_like(tensor)
+        self.work: Work | None = _work(
+            dist.all_to_all_single(self.parts, tensor, group=group, async_op=True)
+        )
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            torch.sum(self.parts.view(-1, *self.output.shape), dim=0, out=self.output)
+            self.work = None
+            del self.parts
+
+
 class TorchGroup:
     """A group of ``torch.distributed`` (gloo or NCCL)."""
 
@@ -93,11 +111,8 @@ class TorchGroup:
         return _work(dist.all_gather_single(output, tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if (
-            self.copies
-            and output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        ):
-            return self.all_reduce(tensor)  # what gloo would do on a copy of the whole
+        if self.copies:
+            return _Summed(output, tensor, self.group)
         return _work(dist.reduce_scatter_single(output, tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
