@@ -335,8 +335,7 @@ def recompute_blocks(module: GPTStage, mode: str) -> None:
 def describe(training: Training) -> str:
     """What runs where, for the log."""
     cfg, flat, shape = training.cfg, training.flat, training.mesh.shape
-    first = flat.buckets[0]
-    wide = str(first.grad.dtype).removeprefix("torch.")
+    wide = str(SUM_DTYPES[cfg.train.dtype]).removeprefix("torch.")
     clip = cfg.optim.clip_grad_norm or "off"
     apex = apex_state() if cfg.optim.backend == "auto" else "absent"
     stages = [

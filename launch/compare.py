@@ -43,7 +43,7 @@ class RunsCompared:
 
     def json(self) -> str:
         """For a program; what is infinite is null."""
-        agree = {"agree": self.found.first is None, "drifts": self.found.drifts}
+        agree = {"agree": self.found.agrees, "drifts": self.found.drifts}
         values = {**agree, **asdict(self.found)}
         whole = {**values, "fields": self.fields, "layouts": self.layouts}
         return json.dumps(_plain(whole), allow_nan=False)

@@ -17,7 +17,7 @@ from data.config import DataConfig, sources
 from megalite import parallel_config
 from megalite.config import Value, differences, load, suggest, values_of
 from megalite.errors import ConfigError, ScheduleError
-from megalite.optim.config import OptimConfig
+from megalite.optim.config import LARGEST_SCALE, SMALLEST_SCALE, OptimConfig
 from megalite.parallel_config import ModelFacts, ParallelConfig
 from megalite.schedule.generators import FILE, build_schedule
 from megalite.schedule.lower import lower
@@ -129,7 +129,6 @@ _AT_LEAST = {
     "train.seed": 0,
     "train.eval_every": 0,
     "train.eval_batches": 1,
-    "train.loss_scale_interval": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
@@ -143,8 +142,11 @@ _POSITIVE = (
     "model.rope_theta",
     "model.init_std",
     "optim.eps",
-    "train.loss_scale",
 )
+_BETWEEN = {
+    "train.loss_scale": (SMALLEST_SCALE, LARGEST_SCALE),
+    "train.loss_scale_interval": (1, 1 << 24),  # counted in fp32
+}
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -272,6 +274,11 @@ def _bounds(cfg: Config) -> Iterator[ConfigError]:
     for name in _POSITIVE:
         if values[name] <= 0:
             yield ConfigError(name, f"{values[name]} is not above 0", "Use a number above 0")
+    for name, (low, high) in _BETWEEN.items():
+        if not low <= values[name] <= high:
+            yield ConfigError(
+                name, f"{values[name]} is not in [{low:g}, {high:g}]", "Use a number in between"
+            )
     optim = cfg.optim
     if optim.min_lr > optim.lr:
         yield ConfigError(

@@ -61,6 +61,7 @@ class Recorder:
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
         self._save_error: CheckpointError | None = None
+        self._begun, self._num_skipped = position.step, 0
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
             write_run_dir(cfg, data, plan)
@@ -158,6 +159,7 @@ class Recorder:
             skipped=not finite,
             layout=self.layout,
         )
+        self._num_skipped += record.skipped
         self._progress.step(record)
         figures = self._figures.of_step(reading.step, record.tokens_per_s)
         if self._files and self._tracker:
@@ -175,6 +177,8 @@ class Recorder:
         if found is None:
             return
         fields: dict[str, Any] = {"loss": told.loss, "grad_norm": told.grad_norm}
+        if self.cfg.train.dtype == "fp16":
+            fields["loss_scale"] = told.scale
         text = found.text
         if found.where is not Where.NOWHERE:
             place = self._watch.first(step, self._share, found.where is Where.KEPT)
@@ -193,7 +197,9 @@ class Recorder:
     ) -> None:
         try:
             if error is None:
-                self.position()
+                done = self.position().step - self._begun
+                if self._num_skipped:
+                    self.say(f"{self._num_skipped} of {done} steps were skipped")
         finally:
             self._progress.close()
             if self._tracker:

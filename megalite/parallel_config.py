@@ -147,7 +147,8 @@ def _batch(global_batch_size: int, micro_batch_size: int) -> Iterator[ConfigErro
 def _model_sizes(facts: ModelFacts) -> Iterator[ConfigError]:
     for name, field in _MODEL_FIELDS.items():
         if (value := getattr(facts, name)) < 1:
-            yield ConfigError(f"model.{field}", f"{value} is less than 1", "Use 1 or more")
+            zero = ", or 0 for as many as heads" if name == "num_kv_heads" else ""
+            yield ConfigError(f"model.{field}", f"{value} is less than 1", f"Use 1 or more{zero}")
 
 
 def _heads(facts: ModelFacts) -> Iterator[ConfigError]:

@@ -1,6 +1,7 @@
 """Find the first place at which two recorded runs part, in whatever layouts they were trained.
 
-Both need --run.record True; exits 0 if they agree, 1 if they part, 2 for bad input.
+Both need --run.record True; exits 0 if they agree, 1 if they part or drift apart, 2 for
+bad input.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from launch.compare import compare_runs
 from megalite.errors import ConfigError
 
 
+def _tolerance(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("run_a", metavar="RUN_A", type=Path, help="what --run.dir was")
     parser.add_argument("run_b", metavar="RUN_B", type=Path)
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_tolerance,
         metavar="X",
         help="relative; by default half of the digits of the coarser dtype",
     )
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(runs.json() if args.json else runs.text())
-    return 0 if runs.found.first is None else 1
+    return 0 if runs.found.agrees else 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from megalite.errors import ConfigError
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 _LEAST = 1e-3
 _GROWTH = 10.0
+_CHAINED = ("forward", "backward")
+"""Phases in which one tensor leads to the next."""
 _NOISE = 8
 """A gradient smaller than so many epsilons of the largest is what is left of an exact zero."""
 
@@ -85,6 +87,7 @@ class Comparison:
         before: the largest difference before it; of all, if the runs agree.
         by_step: step -> the largest difference of each phase.
         drifts: the runs have grown apart by more than the tolerance, but nowhere at once.
+        alone: the recorded steps that one run has and the other has not, by run.
         same_bits, num_tensors: how many of the tensors before it were equal to the bit.
     """
 
@@ -97,6 +100,11 @@ class Comparison:
     by_step: Mapping[int, Mapping[str, float]]
     same_bits: int
     num_tensors: int
+    alone: tuple[tuple[int, ...], ...] = ((), ())
+
+    @property
+    def agrees(self) -> bool:
+        return self.first is None and not self.drifts
 
     @property
     def drifts(self) -> bool:
@@ -111,8 +119,9 @@ def compare(
 
     Args:
         tolerance: what no difference may be above. By default that of the coarser dtype, or
-            ten times the worst before it (for each step since the last that both recorded), for
-            training lets rounding grow; what a fault adds is there at once.
+            ten times the worst that led to it (for each step since the last that both recorded),
+            for training lets rounding grow; what a fault adds is there at once. To a gradient
+            or an updated weight others of its step lead not.
         exact: any difference of a bit counts.
     Raises:
         ConfigError: if they are not of one model and batch, or have no step in common.
@@ -133,13 +142,17 @@ def compare(
     after: list[Difference] = []
     by_step: dict[int, dict[str, float]] = {}
     same, seen, last = 0, 0, common[0] - 1
+    led, at = 0.0, (0, "")
     for step in common:
         growth = _GROWTH * (step - last) if tolerance is None else 0.0
         last = step
         judge = _Step(step, a, b, limit, epsilon, exact)
         worst = by_step.setdefault(step, {})
         for found in judge.differences():
-            usual = growth * before.relative if before else 0.0
+            if found.phase in _CHAINED or (step, found.phase) != at:
+                led = before.relative if before else 0.0
+            at = step, found.phase
+            usual = growth * led
             apart = found.relative > max(limit, usual) or (exact and not found.same_bits)
             worst[found.phase] = max(worst.get(found.phase, 0.0), found.relative)
             if first is None and not apart:
@@ -150,7 +163,10 @@ def compare(
                 first = found
             elif found.relative > limit and first.step == step:
                 after.append(found)
-    return Comparison(tuple(common), limit, exact, first, tuple(after), before, by_step, same, seen)
+    alone = tuple(tuple(s for s in run.steps if s not in by_step) for run in (a, b))
+    return Comparison(
+        tuple(common), limit, exact, first, tuple(after), before, by_step, same, seen, alone
+    )
 
 
 def _check_alike(a: Records, b: Records) -> None:

@@ -127,8 +127,12 @@ class Records:
         }
         self.steps = list(self._lines)
         if not self.steps:
-            what = "has no record" if not files else "has no step that all ranks have recorded"
+            what = "has no step that all ranks have recorded" + _lacking(found) if files else ""
+            what = what or "has no record"
             raise ConfigError("run.record", f"{run_dir} {what}", "Train it with --run.record True")
+        # At the end ranks may be at other steps: the run lives, or it was killed.
+        if holes := {s: found[s] for s in sorted(found.keys() - self._lines) if s < self.steps[-1]}:
+            raise _damaged(run_dir / FOLDER, f"it has a hole{_lacking(holes)}")
 
     @property
     def origin(self) -> Origin:
@@ -142,6 +146,16 @@ class Records:
         """All ranks' records of a step, in the order of ranks."""
         ranks = [_read(path, at, head) for path, at, head in self._lines[step]]
         return sorted(ranks, key=lambda r: r.origin.rank)
+
+
+def _lacking(found: Mapping[int, Sequence[tuple[Path, int, _Head]]]) -> str:
+    """Which ranks have not recorded the first of these steps once each."""
+    for step, lines in sorted(found.items()):
+        ranks = [head.origin.rank for _, _, head in lines]
+        for rank in range(lines[0][2].origin.world_size):
+            if ranks.count(rank) != 1:
+                return f": step {step} stands {ranks.count(rank)} times in the files of rank {rank}"
+    return ""
 
 
 def _scan(path: Path) -> list[tuple[int, int, _Head]]:

@@ -13,7 +13,8 @@ MOST_PLACES, MOST_STEPS = 10, 8
 
 def describe(found: Comparison) -> str:
     """All of it, a few lines to a screen."""
-    return "\n".join(_agree(found) if found.first is None else _part(found, found.first))
+    lines = _agree(found) if found.first is None else _part(found, found.first)
+    return "\n".join([*lines, *_alone(found)])
 
 
 def place(d: Difference) -> str:
@@ -46,6 +47,14 @@ def _agree(found: Comparison) -> Iterator[str]:
         f"{size}{where}"
     )
     yield _bits(found)
+
+
+def _alone(found: Comparison) -> Iterator[str]:
+    for run, steps in zip("AB", found.alone, strict=True):
+        if steps:
+            listed = ", ".join(map(str, steps[:MOST_STEPS])) + ", ..." * (len(steps) > MOST_STEPS)
+            what = f"{_count(len(steps), 'step')} of {run} ({listed})"
+            yield f"Not compared: {what}, which the other run has not recorded"
 
 
 def _bits(found: Comparison) -> str:

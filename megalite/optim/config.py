@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-10, 2.0**24
+"""Of a loss in fp16: below, gradients are not finite at any scale; above, no gradient of a mean
+loss is lost for being small."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:

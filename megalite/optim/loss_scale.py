@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**24
-"""Above this no gradient of a mean loss is lost for being small."""
+from megalite.optim.config import LARGEST_SCALE
 
 
 class LossScale:
@@ -30,7 +29,7 @@ class LossScale:
         self.good.copy_(torch.where(fine, self.good + 1, 0.0))
         grows = self.good >= self.interval
         factor = torch.where(fine, torch.where(grows, 2.0, 1.0), 0.5)
-        self.scale.mul_(factor).clamp_(max=LARGEST)
+        self.scale.mul_(factor).clamp_(max=LARGEST_SCALE)
         self.good.mul_(~grows)
 
     def state(self) -> list[float]:

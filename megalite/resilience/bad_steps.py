@@ -9,11 +9,10 @@ from enum import Enum, auto
 from statistics import median
 
 from megalite.optim.clip import Told
+from megalite.optim.config import LARGEST_SCALE, SMALLEST_SCALE
 
 MOST_IN_A_ROW = 10
 """Skipped steps after which the run ends: it would learn nothing any more."""
-SMALLEST_SCALE = 2.0**-10
-"""A loss scale of fp16 below this says that gradients are not finite at any scale."""
 _HISTORY, _ENOUGH = 64, 16  # steps that a spike is measured by, and how many are enough
 _SPIKE_NORM, _SPIKE_LOSS = 10.0, 8.0  # times the median norm; times the usual change of the loss
 
@@ -60,8 +59,8 @@ class BadSteps:
             return self._spike(step, told)
         self._row += 1
         if self.scaled and not told.bad_losses:
-            if told.scale / 2 >= SMALLEST_SCALE:
-                text = f"step {step} skipped: an overflow, the loss scale is now {told.scale / 2:g}"
+            if (scale := min(told.scale / 2, LARGEST_SCALE)) >= SMALLEST_SCALE:
+                text = f"step {step} skipped: an overflow, the loss scale is now {scale:g}"
                 return Finding("overflow", text)
             text = f"step {step}: gradients overflow at a loss scale of {told.scale:g}"
             return Finding("bad_step", text, ends=True, where=Where.STEP)

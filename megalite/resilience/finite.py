@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """Where something is not finite. The least is the first: forward before backward before the
     sums of gradients, then by microbatch, then in the order in which layers are passed.
 
-    ``microbatch`` is -1 for a sum of gradients.
+    ``microbatch`` is -1 for a sum of gradients. ``others``: further ranks on which it is the same.
     """
 
     phase: int
@@ -36,17 +36,17 @@ class Place(NamedTuple):
     order: tuple[int, int]
     rank: int
     name: str
+    others: tuple[int, ...] = ()
 
     @property
     def stage(self) -> int:
         return abs(self.order[0])
 
     def __str__(self) -> str:
-        who, of = f"rank {self.rank} (stage {self.stage})", self.name
-        if self.phase == _SUM:
-            return f"{who}: the gradients of {of}, before the sum over replicas"
-        what = "output" if self.phase == _FORWARD else "gradient at the output"
-        return f"{who}: the {what} of {of}, microbatch {self.microbatch}"
+        ranks = ", ".join(map(str, (self.rank, *self.others)))
+        who = f"rank{'s' * bool(self.others)} {ranks} (stage {self.stage})"
+        where = "before the sum over replicas" if self.phase == _SUM else ""
+        return f"{who}: {self.name}, {where or f'microbatch {self.microbatch}'}"
 
 
 class FiniteWatch:
@@ -65,7 +65,7 @@ class FiniteWatch:
         num_microbatches: int,
     ) -> None:
         self.rank, self._now = rank, 0
-        self._sites: list[tuple[int, int, str]] = []
+        self._sites: list[tuple[int, int, tuple[str, str]]] = []
         for s, stage in stages.items():
             self._attach(stage, list(layers[s].items()))
         buckets = reducer.flat.buckets
@@ -83,8 +83,12 @@ class FiniteWatch:
         assert isinstance(module, nn.Module)
         begins = layers[0][1] if stage.first and layers else module
         if layers or not stage.first:
-            name = "the embedding" if stage.first else f"stage {stage.index - 1}, as it came here"
-            site = self._site(stage.index, name)
+            before = f"stage {stage.index - 1}"
+            comes = f"the output of {before}, as it came here"
+            goes = f"the gradient that {layers[0][0] if layers else 'it'} gives back to {before}"
+            if stage.first:
+                comes, goes = _words("the embedding")
+            site = self._site(stage.index, (comes, goes))
             begins.register_forward_pre_hook(lambda _, args: self._pass(stage, site, args[0]))
         for name, layer in layers:
             self._follow(stage, name, layer)
@@ -92,11 +96,11 @@ class FiniteWatch:
             self._follow(stage, "the loss" if stage.last else "the stage", module)
 
     def _follow(self, stage: Stage, name: str, layer: nn.Module) -> None:
-        site = self._site(stage.index, name)
+        site = self._site(stage.index, _words(name))
         layer.register_forward_hook(lambda _, __, out: self._pass(stage, site, out))
 
-    def _site(self, stage: int, name: str) -> int:
-        self._sites.append((stage, len(self._sites), name))
+    def _site(self, stage: int, words: tuple[str, str]) -> int:
+        self._sites.append((stage, len(self._sites), words))
         return len(self._sites) - 1
 
     def _pass(self, stage: Stage, site: int, x: Tensor) -> None:
@@ -127,15 +131,17 @@ class FiniteWatch:
         """
         at = step % _STEPS + (_STEPS if kept else 0)
         mine = min([*self._passes(at), *self._totals(at)], default=None)
-        told = share("" if mine is None else json.dumps(mine))
+        told = share("" if mine is None else json.dumps(mine[:5]))
         read = (json.loads(text) for text in told if text)
-        return min((Place(p, m, (o[0], o[1]), r, n) for p, m, o, r, n in read), default=None)
+        found = sorted(Place(p, m, (o[0], o[1]), r, n) for p, m, o, r, n in read)
+        same = [place for place in found if place[:3] == found[0][:3]]
+        return same[0]._replace(others=tuple(p.rank for p in same[1:])) if same else None
 
     def _passes(self, at: int) -> list[Place]:
         found = []
         for phase, site, microbatch in (~self._sums[at].isfinite()).nonzero().tolist():
-            stage, order, name = self._sites[site]
-            way = 1 if phase == _FORWARD else -1
+            stage, order, words = self._sites[site]
+            way, name = (1 if phase == _FORWARD else -1), words[phase]
             found.append(Place(phase, microbatch, (way * stage, way * order), self.rank, name))
         return found
 
@@ -143,8 +149,14 @@ class FiniteWatch:
         found = []
         for n in (~self._grads[at].isfinite()).nonzero().flatten().tolist():
             stage, name = self._names[n]
-            found.append(Place(_SUM, -1, (-stage, n), self.rank, name))
+            what = f"the gradients of {name}"
+            found.append(Place(_SUM, -1, (-stage, n), self.rank, what))
         return found
+
+
+def _words(name: str) -> tuple[str, str]:
+    """What passes at the end of a layer, forward and back."""
+    return f"the output of {name}", f"the gradient at the output of {name}"
 
 
 def _add_up(x: Tensor, slot: Tensor) -> None:

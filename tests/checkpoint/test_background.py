@@ -187,7 +187,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_run_goes_on(
         mine.wait()
         return told + mine.finished()
 
-    for me, told in enumerate(results(run_job(RANKS, body))):
+    for told in results(run_job(RANKS, body)):
         (failed,) = [saved for saved in told if saved.error]
         assert failed.step == 2 and "No space left on device" in str(failed.error)
         assert [saved.step for saved in told] == [1, 2, 3]

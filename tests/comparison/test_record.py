@@ -20,6 +20,7 @@ from megalite.comparison.record import (
     head_line,
     step_line,
 )
+from megalite.comparison.text import describe
 from megalite.errors import ConfigError
 from megalite.metrics import Lines, cut_back
 
@@ -45,6 +46,7 @@ def write(
     ranks: int = 1,
     entries: Sequence[Entry] = (entry(),),
     scale: float = 1.0,
+    scales: Sequence[float] = (),
     num_samples: int = 4,
     places: tuple[str, ...] = PLACES,
 ) -> Path:
@@ -54,8 +56,9 @@ def write(
         lines = Lines(file_of(run / FOLDER, rank))
         lines.add(head_line(steps[0], origin, entries))
         for step in steps:
-            rows = sum(len(e.samples) for e in entries)
-            lines.add(step_line(step, words(rows, scale, seed=step)))
+            each = zip(entries, scales or [scale] * len(entries), strict=True)
+            made = [words(len(e.samples), by, seed=step + 10 * n) for n, (e, by) in enumerate(each)]
+            lines.add(step_line(step, np.concatenate(made)))
         lines.close()
     return run
 
@@ -77,7 +80,7 @@ def test_a_run_that_lives_is_read_as_far_as_all_ranks_are(tmp_path: Path) -> Non
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
     assert Records(tmp_path).steps == [1, 2]
     path.write_bytes(lines[0])
-    with pytest.raises(ConfigError, match="no step that all ranks have recorded"):
+    with pytest.raises(ConfigError, match="no step that all.*: step 1 stands 0 times.*rank 1"):
         Records(tmp_path)
 
 
@@ -155,12 +158,51 @@ def test_rounding_may_grow_from_step_to_step_but_not_at_once(tmp_path: Path) -> 
     a = run("a", dict.fromkeys(range(1, 7), 1.0))
     grown = {step: 1 + 1e-6 * 5**step for step in range(1, 7)}  # from 5e-6 to 0.016
     drifting = compare(a, run("b", grown))
-    assert drifting.first is None and drifting.drifts
+    assert drifting.first is None and drifting.drifts and not drifting.agrees
     hard = compare(a, Records(tmp_path / "b"), tolerance_of(["fp32"])).first
     assert hard is not None and hard.step == 4
     first = compare(a, run("c", {**grown, 5: 1.1})).first
     assert first is not None and first.step == 5
     assert compare(a, a).first is None and not compare(a, a).drifts
+
+
+def test_updates_do_not_excuse_each_other(tmp_path: Path) -> None:
+    """No weight of a step leads to another: many that are a little off are a fault."""
+    weights = [entry(f"w{n}", samples=1)._replace(phase="weight") for n in range(3)]
+    entries, places = [entry(), *weights], (*PLACES, "w0", "w1", "w2")
+    limit = tolerance_of(["fp32"])
+
+    def run(name: str, sizes: Sequence[float]) -> Records:
+        scales = [1.0, *(1 + size * limit for size in sizes)]
+        return Records(write(tmp_path / name, [1], entries=entries, scales=scales, places=places))
+
+    a = run("a", (0, 0, 0))
+    assert compare(a, run("b", (0.1, 0.3, 0.5))).agrees
+    first = compare(a, run("c", (0.1, 0.3, 2.5))).first
+    assert first is not None and (first.step, first.name) == (1, "w2")
+
+
+def test_steps_that_one_run_has_alone_are_told(tmp_path: Path) -> None:
+    a = Records(write(tmp_path / "a", [1, 2, 3, 4]))
+    b = Records(write(tmp_path / "b", [1, 2, 5]))
+    found = compare(a, b)
+    assert found.agrees and found.alone == ((3, 4), (5,))
+    text = describe(found)
+    assert "Not compared: 2 steps of A (3, 4), which the other run has not recorded" in text
+    assert "Not compared: 1 step of B (5)" in text
+    assert "Not compared" not in describe(compare(a, a))
+
+
+def test_a_hole_is_damage_and_names_its_rank(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2, 3], ranks=2)
+    path = file_of(tmp_path / FOLDER, 1)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(ConfigError, match="a hole: step 2 stands 0 times in the files of rank 1"):
+        Records(tmp_path)
+    path.write_bytes(b"".join(lines[:3] + lines[2:]))
+    with pytest.raises(ConfigError, match="a hole: step 2 stands 2 times in the files of rank 1"):
+        Records(tmp_path)
 
 
 def test_every_bit_counts_if_asked(tmp_path: Path) -> None:

@@ -56,15 +56,27 @@ def test_a_three_dimensional_run_writes_the_lines_of_one_process(
 
 
 def test_lines_that_differ_are_seen(alone: Path, tmp_path: Path) -> None:
-    other, start = tmp_path / "other", tmp_path / "start"
+    other, start = tmp_path / "other", first_steps(alone, tmp_path / "start", 2)
     flags = ["--train.steps", "50", "--run.stop_at", "2"]
     done = train(1, other, *flags, "--train.seed", "7")
     assert done.code == 0, done.output
-    start.mkdir()
-    lines = (alone / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (start / "metrics.jsonl").write_text("".join(lines[:2]))
     with pytest.raises(AssertionError, match="step 1: loss"):
         assert_same_lines(other, start)
+
+
+def test_a_rank_may_have_no_layer(alone: Path, tmp_path: Path) -> None:
+    layout = ["--parallel.pp", "3", "--parallel.partition", "2", "0", "2"]
+    done = train(3, tmp_path / "run", *layout, "--train.steps", "50", "--run.stop_at", "2")
+    assert done.code == 0 and "stage 1 on pp 1: no layer" in done.output, done.output
+    assert_same_lines(tmp_path / "run", first_steps(alone, tmp_path / "start", 2))
+
+
+def first_steps(run_dir: Path, out: Path, count: int) -> Path:
+    """A run directory with the first lines of another's metrics."""
+    out.mkdir()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:count]))
+    return out
 
 
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from megalite.optim.loss_scale import LARGEST, LossScale
+from megalite.optim.config import LARGEST_SCALE
+from megalite.optim.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def test_it_halves_at_an_overflow_and_doubles_after_an_interval_without() -> Non
 
 
 def test_it_has_an_upper_end() -> None:
-    assert run(LossScale(LARGEST / 2, 1, CPU), "...") == [LARGEST] * 3
+    assert run(LossScale(LARGEST_SCALE / 2, 1, CPU), "...") == [LARGEST_SCALE] * 3
 
 
 def test_it_goes_on_where_it_was() -> None:

@@ -14,13 +14,16 @@ from launch.build import Training
 def plant(
     training: Training, *, layer: str, microbatch: int, way: str, times: int = 1
 ) -> RemovableHandle:
-    """On this rank, if it has the layer; ``times`` passes of that microbatch are hit."""
+    """On this rank, if it has the layer, or the part of one (``layers.2.mlp``); ``times`` passes of
+    that microbatch are hit."""
     left = [times]
     for index, gpt in training.gpt.items():
         stage = training.executor.stages[index]
         for block in gpt.blocks:
-            if getattr(block, "name", "") != layer:
+            name = getattr(block, "name", "")
+            if name != layer and not layer.startswith(f"{name}."):
                 continue
+            module = block.get_submodule(layer.removeprefix(name).removeprefix("."))
 
             def hit(x: Tensor) -> Tensor:
                 bad = torch.zeros_like(x)
@@ -37,5 +40,5 @@ def plant(
                 return None
 
             # Before the watch's own hook: what a layer gives is what is watched.
-            return block.register_forward_hook(after, prepend=True)
+            return module.register_forward_hook(after, prepend=True)
     raise AssertionError(f"{layer} is not on this rank")

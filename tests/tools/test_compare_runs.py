@@ -115,6 +115,9 @@ def test_bad_input_is_one_line_with_a_way_out(
     assert train(1, tmp_path / "small", *flags).code == 0
     code, text = compared(capsys, alone, tmp_path / "small")
     assert code == 2 and "other models" in text and text.count("\n") == 1
+    for tolerance in ("nan", "inf", "-1", "1e9", "some"):
+        with pytest.raises(SystemExit, match="2"):
+            compared(capsys, alone, alone, "--tolerance", tolerance)
 
 
 def test_the_command_needs_no_torch(alone: Path) -> None:
