@@ -112,13 +112,9 @@ def _foreign_tokenizer(source: Path) -> bytes | None:
 
 
 def _flags(model: GPTConfig) -> str:
-    """The fields that are not the defaults, as flags."""
-    plain = GPTConfig().explicit()
-    return " ".join(
-        f"--model.{field.name} {getattr(model, field.name)}"
-        for field in fields(model)
-        if getattr(model, field.name) != getattr(plain, field.name)
-    )
+    """Every field as a flag: a configuration's own preset would fill what is left out."""
+    names = [field.name for field in fields(model) if field.name != "preset"]
+    return " ".join(f"--model.{name} {getattr(model, name)}" for name in names)
 
 
 def verify(path: Path) -> tuple[str, list[CheckpointError]]:

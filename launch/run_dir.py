@@ -95,7 +95,7 @@ def check_named_checkpoint(cfg: Config) -> None:
         return
     path = Path(cfg.checkpoint.resume)
     extra = open_named("checkpoint.resume", path).extra
-    stored = model_of(path, extra) if "model" in extra else cfg.model
+    stored = model_of(path, extra, "checkpoint.resume") if "model" in extra else cfg.model
     ours = asdict(cfg.model.explicit())
     for name, value in asdict(stored.explicit()).items():
         if name not in ("preset", "dropout", "init_std") and ours[name] != value:

@@ -37,22 +37,20 @@ def _checkpoints_in(path: Path) -> list[Path]:
     return [] if (path / MANIFEST).exists() else [c for place in places for c in latest(place)]
 
 
-def model_of(path: Path, extra: Mapping[str, Any]) -> GPTConfig:
-    """The model that a checkpoint at ``path`` says it is of.
+def model_of(path: Path, extra: Mapping[str, Any], field: str = "--checkpoint") -> GPTConfig:
+    """The model that a checkpoint at ``path``, which ``field`` names, says it is of.
 
     Raises:
         ConfigError: if it says nothing, or what this version does not know.
     """
-    known = {field.name: type(getattr(GPTConfig, field.name)) for field in fields(GPTConfig)}
+    known = {f.name: type(getattr(GPTConfig, f.name)) for f in fields(GPTConfig)}
     stored = extra.get("model")
     if not isinstance(stored, dict) or not stored:
-        raise ConfigError(
-            "--checkpoint", f"{path} does not say of which model it is", "Name one of a run"
-        )
+        raise ConfigError(field, f"{path} does not say of which model it is", "Name one of a run")
     for name, value in stored.items():
         if known.get(name) is not type(value):
             raise ConfigError(
-                "--checkpoint",
+                field,
                 f"{path} is of a model with {name} {value!r}, which this version does not know",
                 "Use the version that wrote it",
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from einops import rearrange
@@ -53,7 +54,7 @@ class Sampling:
         token (Gumbel 1954), so that logits which differ in the last bit give another token only
         where two candidates are as close; a draw along the sum of all probabilities would often.
         """
-        logits = logits.double().cpu()[: self.num_ids or None]
+        logits = logits[: self.num_ids or None].double()
         if self.temperature == 0:
             return int(logits.argmax())
         logits = self._kept(logits / self.temperature)
@@ -198,9 +199,9 @@ def generate(
             out = _feed(model, cache, windows, anew=starts != kept)
             kept = starts
             if out is not None:
-                logits = model.gathered(out)
-                for row, number in enumerate(numbers):
-                    chosen[row] = sampling.choose(logits[row], number, place)
+                logits = model.gathered(out).cpu()
+                picked = map(sampling.choose, logits, numbers, repeat(place))
+                chosen.copy_(torch.tensor(list(picked)))
                 # Ranks of tp have the same logits, but maybe not to the last bit.
                 model.tp.broadcast(chosen, 0).wait()
             model.pp.broadcast(chosen, model.last).wait()
