@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
+
+from megalite.errors import ConfigError
 
 _ENDS = 4096
 
@@ -20,6 +25,34 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill, which is there as ``out`` when the context ends well, and else not.
+
+    Files must have been synced. For one process at a time; what a killed one left is removed.
+
+    Raises:
+        ConfigError: if ``out`` exists and is not an empty directory, or cannot be made.
+    """
+    out = Path(os.path.abspath(out))
+    scratch = out.with_name(f".{out.name}.partial")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("--out", f"{out} exists already", "Remove it, or name another directory")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        yield scratch
+        sync(scratch)
+        os.rename(scratch, out)
+        sync(out.parent)
+    except OSError as error:
+        raise ConfigError(
+            "--out", f"{out} cannot be written: {error.strerror}", "Name another place"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

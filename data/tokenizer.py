@@ -17,13 +17,13 @@ from megalite.errors import ConfigError
 EOD_PIECE = "<eod>"
 """The name of the document border; a control symbol, so no text encodes to it."""
 
-_SPACE_MARK = "\u2581"
+SPACE_MARK = "\u2581"
 # sentencepiece writes a space as this mark, so the mark itself has to be spelled in bytes. A
 # newline is never inside a piece: cutting there changes nothing and bounds the length of a piece
 # of work.
-_CUT = re.compile(f"([\n{_SPACE_MARK}])")
+_CUT = re.compile(f"([\n{SPACE_MARK}])")
 # The trainer drops a line that has one of these.
-_CUT_TRAINING = re.compile(f"[\n\r\t\0{_SPACE_MARK}\u2585]")
+_CUT_TRAINING = re.compile(f"[\n\r\t\0{SPACE_MARK}\u2585]")
 _MAX_LINE = 4096
 _SAMPLE_STEP = 0x9E3779B97F4A7C15
 
@@ -34,6 +34,17 @@ class TrainedOn:
 
     used_bytes: int
     total_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An entry of a vocabulary; of the pairs that make a piece, those of the highest score are
+    merged first."""
+
+    text: str
+    score: float
+    control: bool
+    byte: bool
 
 
 class Tokenizer:
@@ -60,11 +71,12 @@ class Tokenizer:
         self.vocab_size: int = self._sp.vocab_size()
         self.eod: int = self._sp.eos_id()
         self.unknown: int = self._sp.unk_id()
+        self.model = model
         self.hash: str = xxhash.xxh3_128_hexdigest(model)
         if not 0 <= self.eod < self.vocab_size:
             raise ValueError("it has no end-of-sentence piece to put between documents")
-        self._exact = self._sp.id_to_piece(self.eod) == EOD_PIECE
-        self._spelled = {c: self._bytes(c) for c in ("\n", _SPACE_MARK)} if self._exact else {}
+        self.exact: bool = self._sp.id_to_piece(self.eod) == EOD_PIECE
+        self._spelled = {c: self._bytes(c) for c in ("\n", SPACE_MARK)} if self.exact else {}
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -84,7 +96,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without a document border."""
-        if not self._exact:
+        if not self.exact:
             return list(self._sp.encode(text))
         parts = _CUT.split(text)
         pieces = self._sp.encode(parts[::2], num_threads=1)
@@ -93,6 +105,14 @@ class Tokenizer:
             ids += self._spelled[mark]
             ids += piece
         return ids
+
+    def pieces(self) -> list[Piece]:
+        """The vocabulary, by id."""
+        sp = self._sp
+        return [
+            Piece(sp.id_to_piece(i), sp.get_score(i), sp.is_control(i), sp.is_byte(i))
+            for i in range(self.vocab_size)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; borders vanish, and bytes that are no UTF-8 become U+FFFD."""

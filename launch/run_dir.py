@@ -8,11 +8,11 @@ from pathlib import Path
 
 from data.dataset import Mixture
 from data.files import hash_file, write_whole
-from data.manifest import MANIFEST
+from data.manifest import MANIFEST, TOKENIZER
 from launch.config import CONFIG, DATA, Config, check_same_run
-from megalite.checkpoint.load import open_checkpoint
+from launch.stored import model_of, open_named
 from megalite.config import to_yaml
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import ConfigError
 from megalite.schedule.action import Plan
 from megalite.schedule.lower import as_written
 from megalite.schedule.render import render_text
@@ -80,6 +80,8 @@ def write_run_dir(cfg: Config, data: Mixture, plan: Plan) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DATA, json.dumps(data_identity(data)).encode())
     write_whole(folder / SCHEDULE, render_text(as_written(plan)).encode())
+    tokenizer = Path(cfg.data.tokenizer or data.datasets[0].tokenizer_path)
+    write_whole(folder / TOKENIZER, tokenizer.read_bytes())
     write_whole(folder / CONFIG, to_yaml(cfg).encode())
 
 
@@ -91,14 +93,12 @@ def check_named_checkpoint(cfg: Config) -> None:
     """
     if cfg.checkpoint.resume in ("auto", "none"):
         return
-    try:
-        stored = open_checkpoint(Path(cfg.checkpoint.resume), verify="none").extra.get("model", {})
-    except CheckpointError as error:
-        fix = "Name the directory of a checkpoint, such as RUN/checkpoints/step_00000010"
-        raise ConfigError("checkpoint.resume", str(error), fix) from error
-    ours = asdict(cfg.model)
-    for name, value in stored.items():
-        if name not in ("preset", "dropout", "init_std") and ours.get(name, value) != value:
+    path = Path(cfg.checkpoint.resume)
+    extra = open_named("checkpoint.resume", path).extra
+    stored = model_of(path, extra, "checkpoint.resume") if "model" in extra else cfg.model
+    ours = asdict(cfg.model.explicit())
+    for name, value in asdict(stored.explicit()).items():
+        if name not in ("preset", "dropout", "init_std") and ours[name] != value:
             raise ConfigError(
                 f"model.{name}",
                 f"the checkpoint {cfg.checkpoint.resume} is of a model with {name} {value}, "

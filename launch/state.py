@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.build import Training
@@ -15,6 +15,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.slices import Piece
 
 Share = Callable[[str], list[str]]
+MASTER = "optim.master."
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ def state_pieces(training: Training, share: bool = False) -> Iterator[Piece]:
     """
     yield from training.flat.weight_pieces(share)
     yield from training.optimizer.pieces(share)
+
+
+def _weights_only(training: Training) -> Iterator[Piece]:
+    """What weights alone fill: the masters too, which are as fine as what is stored."""
+    for piece in state_pieces(training):
+        if not piece.name.startswith("optim."):
+            yield piece
+        elif piece.name.startswith(MASTER):
+            yield replace(piece, name=piece.name.removeprefix(MASTER))
 
 
 def open_saver(training: Training, directory: Path, share: Share) -> Saver:
@@ -59,6 +69,7 @@ def save_state(training: Training, position: Position, saver: Saver) -> None:
         "position": asdict(position),
         "layout": str(training.mesh.shape),
         "model": asdict(training.cfg.model),
+        "reset_at_document": training.cfg.data.reset_at_document,
         "loss_scale": training.loss_scale.state() if training.loss_scale else None,
     }
     saver.save(position.step, state_pieces(training, share=True), extra)
@@ -83,9 +94,15 @@ def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkp
 
 
 def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Position:
-    """Fill weights and optimizer from a checkpoint of any layout; collective."""
+    """Fill weights and optimizer from a checkpoint of any layout; collective.
+
+    One without optimizer state, as imports are, gives weights of any dtype; the moments stay 0.
+    """
     with _as_bad_input():
-        checkpoint.read(state_pieces(training), share=share)
+        if any(name.startswith("optim.") for name in checkpoint.names):
+            checkpoint.read(state_pieces(training), share=share)
+        else:
+            checkpoint.read(_weights_only(training), cast=True, share=share)
     position = Position(**checkpoint.extra["position"])
     training.optimizer.set_num_steps(position.updates)
     scaled = checkpoint.extra.get("loss_scale")

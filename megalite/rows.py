@@ -17,8 +17,11 @@ class Rows:
             keyed by; None where nothing is dropped (evaluation, sampling). A missing row may
             have any number.
         step: the training step's number.
+        places: (b, s) int64 positions of the tokens in their text, where a text is fed in parts;
+            None for whole rows, whose documents then count.
     """
 
     tokens: Tensor
     samples: Tensor | None = None
     step: int = 0
+    places: Tensor | None = None

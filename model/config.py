@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -56,6 +56,10 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    def explicit(self) -> GPTConfig:
+        """The same model without names and zeros that stand for something."""
+        return replace(self, preset="", num_kv_heads=self.kv_heads, ffn_hidden_size=self.ffn)
 
     def num_parameters(self) -> int:
         """Every element once, tied embeddings once, no padding."""

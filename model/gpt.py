@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
@@ -47,11 +47,13 @@ class About:
         rotation: of queries and keys, or None: positions are learned.
         mask: (b, 1, s, s) to add to the scores, or None: each token sees all before it.
         draw: of dropout's masks, or None: nothing is dropped.
+        places: (s, b) positions of tokens that are parts of texts, or None.
     """
 
     rotation: Rotation | None = None
     mask: Tensor | None = None
     draw: Draw | None = None
+    places: Tensor | None = None
 
 
 def rotate(x: Float[Tensor, "s b h k"], rotation: Rotation) -> Float[Tensor, "s b h k"]:
@@ -61,14 +63,28 @@ def rotate(x: Float[Tensor, "s b h k"], rotation: Rotation) -> Float[Tensor, "s 
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def rope(cfg: GPTConfig, length: int, layout: Layout) -> Rotation:
-    """(length, 1, 1, k/2) cosines and sines of position times theta^(-2i/k)."""
+def rope(cfg: GPTConfig, places: Int64[Tensor, "s b"], layout: Layout) -> Rotation:
+    """(s, b, 1, k/2) cosines and sines of position times theta^(-2i/k)."""
     dtype = torch.promote_types(layout.dtype, torch.float32)
     pair = torch.arange(0, cfg.head_dim, 2, dtype=dtype, device=layout.device)
     frequency = cfg.rope_theta ** (-pair / cfg.head_dim)
-    place = torch.arange(length, dtype=dtype, device=layout.device)
-    angles = torch.outer(place, frequency)[:, None, None, :]
+    angles = places.to(dtype)[:, :, None, None] * frequency
     return angles.cos().to(layout.dtype), angles.sin().to(layout.dtype)
+
+
+def split_heads(
+    q: Float[Tensor, "s b q_local"],
+    k: Float[Tensor, "s b kv_local"],
+    v: Float[Tensor, "s b kv_local"],
+    head_dim: int,
+    rotation: Rotation | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, h, s, k) each, queries and keys rotated."""
+    q, k, v = (rearrange(t, "s b (h k) -> s b h k", k=head_dim) for t in (q, k, v))
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    q, k, v = (rearrange(t, "s b h k -> b h s k") for t in (q, k, v))
+    return q, k, v
 
 
 def attend(
@@ -79,10 +95,7 @@ def attend(
     about: About,
 ) -> Float[Tensor, "s b q_local"]:
     """Attention of each head, from what its products give to what the next one takes."""
-    q, k, v = (rearrange(t, "s b (h k) -> s b h k", k=head_dim) for t in (q, k, v))
-    if about.rotation is not None:
-        q, k = rotate(q, about.rotation), rotate(k, about.rotation)
-    q, k, v = (rearrange(t, "s b h k -> b h s k") for t in (q, k, v))
+    q, k, v = split_heads(q, k, v, head_dim, about.rotation)
     y = scaled_dot_product_attention(
         q,
         k,
@@ -97,7 +110,8 @@ def attend(
 class Attention(nn.Module):
     """Causal self-attention; queries, keys and values cut by head over tp.
 
-    ``core`` is all between the products, which alone may be computed again in the backward pass.
+    ``core`` is all between the products, which alone may be computed again in the backward pass,
+    or see the keys and values of earlier passes (``model.generate``).
     """
 
     core: Callable[..., Tensor]
@@ -252,7 +266,8 @@ class GPTStage(nn.Module):
         Args:
             x: (b, s) token ids on the first stage, else the hidden states of the stage before.
             targets: (b, s) next tokens, on the last stage; -100 is ignored.
-            rows: what dropout and document borders follow from; without it there are none.
+            rows: what dropout and document borders follow from, and where the tokens of parts of
+                texts stand; without it there are none, and rows are whole.
         Returns:
             hidden states; on the last stage the summed loss in nats, or, without targets, the
             (s, b, v/tp) logits of this rank's slice of the vocabulary.
@@ -261,17 +276,19 @@ class GPTStage(nn.Module):
         if rows is not None and rows.samples is not None:
             draw = Draw(self.seed, rows.step, rows.samples)
         starts = None
-        if rows is not None and self.eod is not None:
+        at = None if rows is None or rows.places is None else rows.places.t()
+        if at is None and rows is not None and self.eod is not None:
             starts = document_starts(rows.tokens, self.eod)
+            at = places(starts)
         if self.embedding is not None and self.first:
             length = x.shape[1]
             x = vocab_parallel_embedding(x.t().contiguous(), self.layout, self.embedding)
             if self.positions is not None:
-                x = self.positions(x, None if starts is None else places(starts))
+                x = self.positions(x, at)
             x = dropout(x, self.cfg.dropout, draw, "embedding", self.layout.first_place(x))
         else:
             length = x.shape[0] * (self.layout.tp.size if self.layout.cut_sequence else 1)
-        about = self._about(length, starts, draw)
+        about = self._about(length, at, starts, draw)
         for block in self.blocks:
             x = block(x, about)
         if self.norm is None or self.head is None:
@@ -287,14 +304,14 @@ class GPTStage(nn.Module):
         valid = logits.shape[-1] - padded_rows(self.head)
         return vocab_parallel_cross_entropy(logits, targets.t().contiguous(), self.layout.tp, valid)
 
-    def _about(self, length: int, starts: Tensor | None, draw: Draw | None) -> About:
+    def _about(
+        self, length: int, at: Tensor | None, starts: Tensor | None, draw: Draw | None
+    ) -> About:
         if not len(self.blocks):
             return About()
-        rotation = rope(self.cfg, length, self.layout) if self.cfg.position == "rope" else None
-        if starts is None:
-            return About(rotation, None, draw)
-        if rotation is not None:
-            at = places(starts)
-            cos, sin = (t[:, 0][at] for t in rotation)  # (s, b, 1, k/2)
-            rotation = cos, sin
-        return About(rotation, document_mask(starts, self.layout.dtype), draw)
+        rotation = None
+        if self.cfg.position == "rope":
+            whole = torch.arange(length, device=self.layout.device).unsqueeze(1)
+            rotation = rope(self.cfg, whole if at is None else at, self.layout)
+        mask = None if starts is None else document_mask(starts, self.layout.dtype)
+        return About(rotation, mask, draw, at)

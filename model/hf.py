@@ -9,8 +9,8 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -54,14 +54,18 @@ class HfTensor:
         whole = torch.cat(found) if len(found) > 1 else found[0]
         return (whole.t() if self.transposed else whole).contiguous()
 
+    def views(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Ours from theirs, in the same memory."""
+        whole = tensor.t() if self.transposed else tensor
+        return dict(zip(self.parts, torch.split(whole, self.rows), strict=True))
+
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
         """Ours from theirs; contiguous, and no two of them in the same memory."""
-        whole = tensor.t() if self.transposed else tensor
-        if len(self.parts) == 1:
-            return {name: whole.contiguous() for name in self.parts}
-        cut = torch.split(whole, self.rows)
-        copies = (part.clone(memory_format=torch.contiguous_format) for part in cut)
-        return dict(zip(self.parts, copies, strict=True))
+        found = self.views(tensor)
+        if len(found) == 1:
+            return {name: view.contiguous() for name, view in found.items()}
+        whole = torch.contiguous_format
+        return {name: view.clone(memory_format=whole) for name, view in found.items()}
 
 
 def hf_tensors(cfg: GPTConfig) -> list[HfTensor]:
@@ -159,13 +163,9 @@ def from_hf(cfg: GPTConfig, state_dict: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     listed = hf_tensors(cfg)
     shapes = {entry.name: entry.shape for entry in listed}
-    found = _full_names(state_dict, shapes, _family(cfg).prefix)
-    if cfg.tied_embeddings and (head := found.pop("lm_head.weight", None)) is not None:
-        embedding = found.get(listed[0].name)
-        if embedding is not None and not torch.equal(head, embedding):
-            raise CheckpointError(
-                "lm_head.weight", f"differs from {listed[0].name}, but the config ties them"
-            )
+    names = {name: full_name(cfg, name, shapes) for name in state_dict}
+    found = {full: state_dict[name] for name, full in names.items() if full is not None}
+    check_tie(cfg, found)
     _check_shapes(found, shapes)
     return {name: part for entry in listed for name, part in entry.split(found[entry.name]).items()}
 
@@ -173,15 +173,24 @@ def from_hf(cfg: GPTConfig, state_dict: Mapping[str, Tensor]) -> dict[str, Tenso
 _CONSTANTS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
-def _full_names(
-    state_dict: Mapping[str, Tensor], known: Mapping[str, Shape], prefix: str
-) -> dict[str, Tensor]:
-    """The state dict without constants, with the prefix that a headless model leaves out."""
-    return {
-        prefix + name if name not in known and prefix + name in known else name: tensor
-        for name, tensor in state_dict.items()
-        if not _CONSTANTS.search(name)
-    }
+def full_name(cfg: GPTConfig, name: str, known: Container[str]) -> str | None:
+    """A name with the prefix that a headless model leaves out; None for a constant."""
+    if _CONSTANTS.search(name):
+        return None
+    full = _family(cfg).prefix + name
+    return full if name not in known and full in known else name
+
+
+def check_tie(cfg: GPTConfig, found: dict[str, Tensor]) -> None:
+    """Take the head out of what was found if it is tied to the embedding.
+
+    Raises:
+        CheckpointError: if the two differ.
+    """
+    head = found.pop("lm_head.weight", None) if cfg.tied_embeddings else None
+    name = hf_tensors(cfg)[0].name
+    if head is not None and name in found and not torch.equal(head, found[name]):
+        raise CheckpointError("lm_head.weight", f"differs from {name}, but the config ties them")
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
@@ -296,7 +305,7 @@ def check(cfg: GPTConfig) -> None:
             f"{cfg.vocab_size} leaves the size of the vocabulary open",
             "Resolve it from the tokenizer first",
         )
-    family, given = _family(cfg), _explicit(cfg)
+    family, given = _family(cfg), cfg.explicit()
     understood = config_from_hf(_written(family, given))
     for field in fields(GPTConfig):
         mine, theirs = getattr(given, field.name), getattr(understood, field.name)
@@ -317,7 +326,7 @@ def hf_config(cfg: GPTConfig) -> dict[str, Any]:
         ConfigError: names the field of ours that has no counterpart.
     """
     check(cfg)
-    return _written(_family(cfg), _explicit(cfg))
+    return _written(_family(cfg), cfg.explicit())
 
 
 def _written(family: Family, cfg: GPTConfig) -> dict[str, Any]:
@@ -366,7 +375,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> GPTConfig:
                 f"{rest[name]!r}: the setting is not known for a {family.model_type}",
                 "If the model does not depend on it, take it out of config.json",
             )
-    cfg = _explicit(GPTConfig(**found))
+    cfg = GPTConfig(**found).explicit()
     if cfg.hidden_size % cfg.num_heads:
         raise ConfigError(
             "num_attention_heads" if family is LLAMA else "n_head",
@@ -430,8 +439,3 @@ def _unsupported(name: str, value: Any, values: tuple[Any, ...]) -> ConfigError:
 
 def _family(cfg: GPTConfig) -> Family:
     return LLAMA if cfg.position == "rope" else GPT2
-
-
-def _explicit(cfg: GPTConfig) -> GPTConfig:
-    """The same model without names and zeros that stand for something."""
-    return replace(cfg, preset="", num_kv_heads=cfg.kv_heads, ffn_hidden_size=cfg.ffn)

@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "corpora").mkdir()
     command = [sys.executable, "launch/pretrain_gpt.py"]
     flags = ["--config", "launch/configs/gpt_tiny_cpu.yaml", *SMALL, "--train.steps", "2"]
+    flags += ["--checkpoint.every", "2", "--model.activation", "swiglu"]
     done = run([*command, *flags, "--run.dir", str(place / "runs/my_run")])
     assert done.code == 0, done.output
     return place
@@ -55,6 +56,10 @@ def test_a_command_of_the_readme_works(line: str, folder: Path, tmp_path: Path) 
         done = run(["make", "-n", target[1]])
         assert done.code == 0, done.output
         return
+    if "--from-hf" in line and not (folder / "runs/my_run/hf").exists():
+        test_a_command_of_the_readme_works(
+            next(c for c in commands() if "--to hf" in c), folder, tmp_path
+        )
     words = [placed(word, folder) for word in shlex.split(line)]
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run", "--standalone"]

@@ -28,18 +28,21 @@ class Batch:
     """A rank's share of a step: (m, b, s) token ids and next tokens (-100 is ignored).
 
     Without targets the last stage gives logits; without ``samples``, the (m, b) int64 global
-    numbers of the rows, nothing is dropped. ``step`` is the training step's number.
+    numbers of the rows, nothing is dropped. ``step`` is the training step's number. ``places``
+    are the (m, b, s) positions of tokens that are parts of texts.
     """
 
     tokens: Tensor
     targets: Tensor | None
     samples: Tensor | None = None
     step: int = 0
+    places: Tensor | None = None
 
     def rows(self, m: int) -> Rows:
         """What all stages are told about microbatch m."""
         samples = None if self.samples is None else self.samples[m]
-        return Rows(self.tokens[m], samples, self.step)
+        places = None if self.places is None else self.places[m]
+        return Rows(self.tokens[m], samples, self.step, places)
 
 
 class Executor:

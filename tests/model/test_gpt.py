@@ -246,7 +246,7 @@ def test_the_loss_is_that_of_the_logits_and_a_token_sees_only_the_past(model: GP
 def test_a_rotated_query_and_key_meet_by_their_distance() -> None:
     layout = Layout(Axis("tp"), False, torch.float64, torch.device("cpu"), GradSink())
     model = replace(LLAMA, hidden_size=64)
-    rotation = rope(model, 12, layout)
+    rotation = rope(model, torch.arange(12).unsqueeze(1), layout)
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, model.head_dim, generator=draw, dtype=torch.float64)
     qs, ks = (rotate(t.expand(12, 1, 1, -1), rotation)[:, 0, 0] for t in (q, k))

@@ -527,8 +527,8 @@ def rotation_by_local_position(training: Training) -> None:
     """Rotary positions start anew in each part of the sequence."""
     rope, size = gpt_module.rope, training.mesh.tp.size
 
-    def wrong(cfg: Any, length: int, layout: Layout) -> Any:
-        cos, sin = rope(cfg, length // size, layout)
+    def wrong(cfg: Any, places: Tensor, layout: Layout) -> Any:
+        cos, sin = rope(cfg, places[: len(places) // size], layout)
         return torch.cat([cos] * size), torch.cat([sin] * size)
 
     _patch(gpt_module, "rope", wrong)
