@@ -9,14 +9,15 @@ from types import TracebackType
 from typing import Any
 
 from data.dataset import Mixture
+from launch.build import Training
 from launch.config import Config
 from launch.figures import Figures
+from launch.layouts import to_plain
 from launch.page import write_page
 from launch.progress import Progress
-from launch.run_dir import write_run_dir
+from launch.run_dir import write_run_dir, write_schedule
 from launch.state import Position, Share
 from launch.tracking import Tracker
-from megalite.mesh import Mesh
 from megalite.metrics import (
     EvalRecord,
     EventLog,
@@ -28,8 +29,6 @@ from megalite.metrics import (
 )
 from megalite.optim.clip import StepTotals, Told
 from megalite.resilience.bad_steps import BadSteps, Where
-from megalite.resilience.finite import FiniteWatch
-from megalite.schedule.action import Plan
 
 
 class Recorder:
@@ -37,22 +36,21 @@ class Recorder:
     and all see a bad step; rank 0's writes.
 
     A step's numbers are read from the device one step later.
+
+    Args:
+        cfg: as asked for, which is what ``run.dir`` says of its run.
+
+    Attributes:
+        requested: a rank knows of a request to the run; the same on all ranks.
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        mesh: Mesh,
-        plan: Plan,
-        position: Position,
-        figures: Figures,
-        data: Mixture,
-        watch: FiniteWatch,
-        share: Share,
+        self, cfg: Config, training: Training, position: Position, data: Mixture, share: Share
     ) -> None:
-        self._figures, self._watch, self._share = figures, watch, share
+        mesh = training.mesh
+        self.requested = False
         self._bad_steps = BadSteps(cfg.train.bad_step, cfg.train.dtype == "fp16")
-        self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
+        self.cfg = cfg
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
         self._files: tuple[MetricsLog, EventLog] | None = None
@@ -60,11 +58,26 @@ class Recorder:
         self._progress = Progress(cfg.train.steps, mesh.rank)
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
-            write_run_dir(cfg, data, plan)
+            write_run_dir(cfg, data)
             log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
-        self.event("start", step=position.step, layout=self.layout)
+        self.follow(training, share)
+        self.event("start", step=position.step, **self.where)
+
+    def follow(self, training: Training, share: Share) -> None:
+        """From here on the run's layout is that of ``training``."""
+        cfg, mesh, plan = training.cfg, training.mesh, training.plan
+        self._watch, self._share = training.watch, share
+        self._figures = Figures(cfg, mesh, plan, training.trace)
+        self.layout = f"{mesh.shape}, {cfg.parallel.schedule}"
+        self.where = {
+            "layout": self.layout,
+            "world_size": mesh.shape.world_size,
+            "parallel": to_plain(cfg.parallel),
+        }
+        if mesh.rank == 0:
+            write_schedule(Path(self.cfg.run.dir), plan)
 
     def step(self, step: int, lr: float, totals: StepTotals) -> None:
         """A step has been queued on the device; take the numbers of the one before.
@@ -112,6 +125,7 @@ class Recorder:
 
     def _take(self, reading: Reading) -> None:
         told, replays = Told(*reading.values), int(reading.host["replays"])
+        self.requested = told.requests > 0
         loss, tokens, norm, finite = told[:4]
         before, seconds = self._position, reading.host["step_time_s"]
         self._position = Position(

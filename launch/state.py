@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from launch.build import Training
+from launch.config import Config
 from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint, prune
 from megalite.checkpoint.save import save
 from megalite.errors import CheckpointError, ConfigError
+from megalite.mesh import Mesh
 from megalite.slices import Piece
 
 Share = Callable[[str], list[str]]
@@ -36,10 +39,17 @@ def state_pieces(training: Training, share: bool = False) -> Iterator[Piece]:
     yield from training.optimizer.pieces(share)
 
 
-def save_state(training: Training, position: Position, directory: Path, share: Share) -> Path:
+def save_state(
+    training: Training,
+    position: Position,
+    directory: Path,
+    share: Share,
+    live: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a checkpoint of this position and remove those that are no longer kept; collective.
 
     Every replica writes its share, with and without ZeRO-1: more disks, and less for each.
+    ``live`` is what ``launch.layouts.layout_at`` is to know of a change of layout.
     """
     cfg, mesh = training.cfg, training.mesh
     extra = {
@@ -47,6 +57,7 @@ def save_state(training: Training, position: Position, directory: Path, share: S
         "layout": str(mesh.shape),
         "model": asdict(cfg.model),
         "loss_scale": training.loss_scale.state() if training.loss_scale else None,
+        **({"live": live} if live else {}),
     }
     path = save(
         directory,
@@ -62,12 +73,11 @@ def save_state(training: Training, position: Position, directory: Path, share: S
     return path
 
 
-def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkpoint | None:
+def find_checkpoint(cfg: Config, mesh: Mesh, directory: Path, share: Share) -> Checkpoint | None:
     """The checkpoint that ``checkpoint.resume`` asks for, if there is one; collective."""
-    wanted = training.cfg.checkpoint.resume
+    wanted = cfg.checkpoint.resume
     if wanted == "none":
         return None
-    mesh = training.mesh
     with _as_bad_input():
         if wanted != "auto":
             return open_checkpoint(Path(wanted))
