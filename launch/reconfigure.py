@@ -50,9 +50,8 @@ class Layouts:
     """
 
     def __init__(self, cfg: Config, found: Checkpoint | None, mesh: Mesh) -> None:
-        """Raises:
-        ConfigError: if what was changed to, or is to be, cannot be with these ranks.
-        """
+        """``found`` is what the run is taken up from; a layout of it that these ranks cannot have
+        gives way to the one that is asked for."""
         self.asked = self.now = cfg.parallel
         self.live: dict[str, Any] | None = None
         self.mailbox = Mailbox(Path(cfg.run.dir), mesh.rank == 0)
@@ -216,6 +215,8 @@ def _agree(wanted: Wanted, training: Training, layouts: Layouts, share: Share) -
 
     def legal() -> tuple[ParallelConfig, Config, MeshShape]:
         parallel = changed(layouts.now, wanted.values)
+        if parallel == layouts.now:
+            raise ValueError("that is the layout already")
         cfg = replace(training.cfg, parallel=parallel)
         for error in layout_problems(cfg, world_size):
             raise error

@@ -9,6 +9,7 @@ from typing import Any
 from launch import pretrain_gpt, reconfigure
 from launch.build import Training
 from launch.config import check, load_config, resolve_vocab
+from megalite.errors import CheckpointError
 from megalite.mesh import Mesh, TorchTransport
 from megalite.parallel_config import mesh_shape
 from tests.launch.command import SMALL, TINY
@@ -20,14 +21,14 @@ def whole_run(
     run_dir: Path,
     flags: list[str],
     asked: Mapping[int, Mapping[str, str]] | None = None,
-    loses: bool = False,
-    fails: bool = False,
+    fault: str = "",
 ) -> Any:
     """What a rank of ``launch/pretrain_gpt.py`` does once it has joined the others.
 
     Args:
         asked: step -> the request for a layout that is there before it.
-        loses: a fault: a change loses a number of a moment. fails: rank 1 raises in its middle.
+        fault: of a change: it "loses" a number of a moment, rank 1 "raises" in its middle, or
+            there are "refusals": rank 1 has no memory for the first, the disk is full.
     """
     cfg = load_config([*TINY, *SMALL, "--run.dir", str(run_dir), *flags])
     check(cfg, transport.world_size)
@@ -41,14 +42,25 @@ def whole_run(
         inner(training, loader, recorder, number)
 
     def move(*args: Any) -> Any:
-        if fails and transport.rank == 1:
+        if fault == "raises" and transport.rank == 1:
             raise RuntimeError("planted in the middle of a change")
         state = moved(*args)
-        if loses and state["optim.exp_avg."]:
+        if fault == "loses" and state["optim.exp_avg."]:
             state["optim.exp_avg."][0][3] += 1.0
         return state
 
+    free = reconfigure.free_memory
+    rooms = iter([10])
+
+    def room(device: Any) -> int:
+        return next(rooms, free(device)) if transport.rank == 1 else free(device)
+
+    def no_disk(*args: Any) -> Path:
+        raise CheckpointError(run_dir, "no space left on device")
+
     pretrain_gpt.train_step, reconfigure.reshard = step, move  # this process ends with the run
+    if fault == "refusals":
+        reconfigure.free_memory, reconfigure.save_state = room, no_disk
     shape = mesh_shape(cfg.parallel, transport.world_size)
     mesh = Mesh.create(shape, transport) if transport.world_size > 1 else Mesh.single()
     pretrain_gpt.run(cfg, mesh, train_data, held_out, tokenizer)
