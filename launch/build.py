@@ -16,7 +16,7 @@ from megalite.data_parallel.bucket import FlatParameters
 from megalite.data_parallel.reducer import GradReducer
 from megalite.grads import GradSink
 from megalite.mesh import Mesh
-from megalite.optim.adamw import AdamW, apex_state
+from megalite.optim.adamw import AdamW, Buffers, apex_state
 from megalite.optim.clip import StepTotals, step_totals
 from megalite.optim.loss_scale import LossScale
 from megalite.pipeline.executor import Batch, Executor
@@ -52,7 +52,8 @@ class Training:
     """Everything that a step touches, on one rank.
 
     ``gpt`` maps this rank's stages to the model's modules; ``plan`` is the step's lowered and
-    proven list of actions of every pipeline rank.
+    proven list of actions of every pipeline rank. ``request``: this rank knows of a request to
+    the run, and the next step tells all.
     """
 
     cfg: Config
@@ -66,6 +67,7 @@ class Training:
     watch: FiniteWatch
     loss_scale: LossScale | None
     trace: Trace = field(default_factory=Trace)
+    request: bool = False
 
     @property
     def has_last_stage(self) -> bool:
@@ -86,6 +88,7 @@ class Training:
                 constant=loss_constant(self.cfg),
                 clip=self.cfg.optim.clip_grad_norm,
                 scale=self.loss_scale.scale if self.loss_scale else None,
+                request=self.request,
             )
 
     def step(self, batch: Batch, lr: float) -> StepTotals:
@@ -140,6 +143,10 @@ def loss_constant(cfg: Config) -> float:
     return float(cfg.train.global_batch_size * cfg.model.seq_length)
 
 
+Fill = Callable[[FlatParameters], Buffers]
+"""Gives flat parameters that were made bare their memory and values, and the optimizer's state."""
+
+
 @dataclass
 class Held:
     """What a rank holds in memory from step to step: its stages in flat buffers, the gradients'
@@ -158,17 +165,19 @@ def build(
     *,
     timed: bool = False,
     eod: int | None = None,
+    fill: Fill | None = None,
 ) -> Training:
     """Plan, model with its initial weights, reducer and optimizer for this rank.
 
     Collective over the mesh (the channels of the pipeline are groups). ``timed`` stages note how
     long each of their passes takes. ``eod`` is the tokenizer's, for ``data.reset_at_document``.
+    ``fill`` brings the state that the run has already: see ``hold``.
     """
     assert eod is not None or not cfg.data.reset_at_document, "no border between documents"
     plan = plan or make_plan(cfg, mesh.shape.dp)
     trace = open_trace(cfg, mesh)
     channels = Channels(mesh, plan, trace)
-    held = hold(cfg, mesh, plan, trace, eod)
+    held = hold(cfg, mesh, plan, trace, eod, fill)
     scaling = open_loss_scale(cfg, mesh)
     kind = stage_kind(timed=timed, watched=cfg.run.record)
     stages = {
@@ -205,23 +214,25 @@ def hold(
     plan: Plan,
     trace: Trace | None = None,
     eod: int | None = None,
+    fill: Fill | None = None,
 ) -> Held:
     """A rank's stages with their initial weights, and what updates them. Sends nothing.
 
     With ``Mesh.at`` on the device ``meta`` it takes no memory: what any rank of any layout would
-    hold.
+    hold. With ``fill`` nothing has memory before that is called.
     """
-    gpt = build_stages(cfg, mesh, plan, eod=eod)
+    gpt = build_stages(cfg, mesh, plan, eod=eod, bare=fill is not None)
     stages = {s: list(module.parameters()) for s, module in gpt.items()}
-    flat = FlatParameters(stages, mesh.dp, cfg.parallel.zero1, trace)
-    if mesh.device.type != "meta":
+    flat = FlatParameters(stages, mesh.dp, cfg.parallel.zero1, trace, bare=fill is not None)
+    state = fill(flat) if fill else None
+    if fill is None and mesh.device.type != "meta":
         initialize(flat.parameters(), cfg.train.seed)
     reducer = GradReducer(flat, mesh, trace)
     for module in gpt.values():
         module.layout.sink.on_ready = reducer.grad_ready
         for user, params in users(module):
             flat.wait_before(user, params)
-    return Held(gpt, flat, reducer, AdamW(flat, cfg.optim, skips_steps(cfg)))
+    return Held(gpt, flat, reducer, AdamW(flat, cfg.optim, skips_steps(cfg), state))
 
 
 def layers_by_name(gpt: GPTStage) -> dict[str, nn.Module]:
@@ -291,8 +302,9 @@ def build_stages(
     plan: Plan,
     make_sink: Callable[[], GradSink] = GradSink,
     eod: int | None = None,
+    bare: bool = False,
 ) -> dict[int, GPTStage]:
-    """This rank's stages, on its device, with their memory but no values yet."""
+    """This rank's stages, on its device, with their memory, unless ``bare``, but no values yet."""
     ranges = layers_of(cfg, plan)
     last, mine = plan.num_stages - 1, plan.stages_of(mesh.pp.index)
     split_tie = cfg.model.tied_embeddings and plan.rank_of[0] != plan.rank_of[last]
@@ -305,6 +317,7 @@ def build_stages(
             DTYPES[cfg.train.dtype],
             mesh.device,
             make_sink(),
+            bare,
         )
         found[s] = GPTStage(
             cfg.model,

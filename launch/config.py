@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from data.config import DataConfig, sources
+from launch.layouts import at_change, chain
 from megalite import parallel_config
 from megalite.config import Value, differences, load, suggest, values_of
 from megalite.errors import ConfigError, ScheduleError
@@ -113,7 +114,6 @@ class Config:
 # Settings that are read but not carried out in this version, and the values that are refused;
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
-    ("parallel.reconfigure", ()),
     ("run.watchdog_s", ()),
     ("run.wandb", ("online", "offline")),
 )
@@ -234,15 +234,32 @@ def check(cfg: Config, world_size: int) -> None:
 
 def violations(cfg: Config, world_size: int) -> list[ConfigError]:
     """Every rule of layouts and of values that a configuration breaks."""
-    layout = parallel_config.problems(
+    layout = layout_problems(cfg, world_size) or [*_changes(cfg, world_size)]
+    return [*layout, *_bounds(cfg), *_model(cfg.model), *_data(cfg), *_files(cfg), *_refused(cfg)]
+
+
+def layout_problems(cfg: Config, world_size: int) -> list[ConfigError]:
+    """Every rule about layouts that a configuration breaks, without its changes in mid-run."""
+    found = parallel_config.problems(
         cfg.parallel,
         facts_of(cfg.model),
         world_size,
         cfg.train.global_batch_size,
         cfg.train.micro_batch_size,
     )
-    layout = layout or [*_schedule_file(cfg, world_size)]
-    return [*layout, *_bounds(cfg), *_model(cfg.model), *_data(cfg), *_files(cfg), *_refused(cfg)]
+    return found or [*_schedule_file(cfg, world_size)]
+
+
+def _changes(cfg: Config, world_size: int) -> Iterator[ConfigError]:
+    """What is wrong with the layouts of ``parallel.reconfigure``, the first that cannot be."""
+    try:
+        for step, parallel in chain(cfg.parallel):
+            found = layout_problems(replace(cfg, parallel=parallel), world_size)
+            if found:
+                yield from (at_change(step, error) for error in found)
+                return
+    except ConfigError as error:
+        yield error
 
 
 def _schedule_file(cfg: Config, world_size: int) -> Iterator[ConfigError]:

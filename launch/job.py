@@ -33,8 +33,8 @@ SECONDHAND_PATIENCE_S = 10.0
 def joined(shape: MeshShape, world: World, limit_s: float = COLLECTIVE_LIMIT_S) -> Iterator[Mesh]:
     """The mesh of this job. A process that is alone joins nothing.
 
-    Whatever was made with the mesh must be out of reach when the context ends, or gloo may abort
-    the process at exit.
+    Whatever was made with the mesh, or with others over the same ranks, must be out of reach when
+    the context ends, or gloo may abort the process at exit; their groups are closed here.
     """
     device = local_device(world.local_rank)
     end_with_launcher()
@@ -42,11 +42,11 @@ def joined(shape: MeshShape, world: World, limit_s: float = COLLECTIVE_LIMIT_S) 
         yield Mesh.single(device)
         return
     _init(device, world, limit_s)
-    mesh = Mesh.create(shape, TorchTransport(device, limit_s))
-    yield mesh
+    transport = TorchTransport(device, limit_s)
+    yield Mesh.create(shape, transport)
     gc.collect()
     dist.barrier()
-    mesh.close()
+    transport.close()
     dist.destroy_process_group()
 
 

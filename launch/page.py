@@ -8,11 +8,12 @@ from pathlib import Path
 
 from launch.build import make_plan
 from launch.config import Config, load_config
+from launch.layouts import from_plain
 from launch.partition import layers_of
 from launch.run_dir import SCHEDULE
 from megalite.errors import ConfigError, ScheduleError
 from megalite.parallel_config import mesh_shape
-from megalite.report.history import read_history
+from megalite.report.history import History, read_history
 from megalite.report.measured import FILES, Traced, read_traces
 from megalite.report.page import Layout, Run, render
 from megalite.report.series import compact
@@ -54,7 +55,7 @@ def read_run(run_dir: Path, *, quick: bool = False) -> Run:
         run_dir=cfg.run.dir,
         config=path.read_text(encoding="utf-8"),
         history=history,
-        layout=layout(cfg, history.layout, run_dir),
+        layout=layout(now(cfg, history), history.layout, run_dir),
         traced=traced,
         untraced=untraced,
     )
@@ -74,6 +75,12 @@ def about(cfg: Config) -> str:
     size = f"{compact(model.num_parameters())} parameters in {model.num_layers} layers"
     batch = f"{train.global_batch_size:,} sequences of {model.seq_length:,} tokens a step"
     return f"{size}, {train.dtype}, {batch}"
+
+
+def now(cfg: Config, history: History) -> Config:
+    """``cfg`` with the layout that the run had last, if it says."""
+    told = [event["parallel"] for event in history.events if "parallel" in event]
+    return replace(cfg, parallel=from_plain(told[-1])) if told else cfg
 
 
 def layout(cfg: Config, text: str, run_dir: Path) -> Layout | None:

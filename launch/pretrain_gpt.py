@@ -19,9 +19,9 @@ from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
 from launch.build import SUM_DTYPES, Training, build, describe, skips_steps
 from launch.config import Config, check, load_config, report_config_error, resolve_vocab
-from launch.figures import Figures
 from launch.job import die, joined, share_text
-from launch.profile import TIMED_STEPS, resolve, stage_times
+from launch.profile import TIMED_STEPS, Split, resolve, stage_times
+from launch.reconfigure import Change, Layouts, prepare
 from launch.record import Recorder
 from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
@@ -76,14 +76,41 @@ def open_data(cfg: Config) -> tuple[Mixture, list[TokenDataset], Tokenizer]:
 def run(
     cfg: Config, mesh: Mesh, train_data: Mixture, held_out: list[TokenDataset], tokenizer: Tokenizer
 ) -> None:
-    """The whole run, in one mesh."""
-    share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
+    """The whole run, a phase for each layout that it has."""
+    found = find_checkpoint(cfg, mesh, Path(cfg.run.dir, "checkpoints"), share_text(mesh))
+    layouts = Layouts(cfg, found, mesh)
+    asked, cfg, mesh = cfg, *layouts.first(cfg, mesh)
     cfg, plan, profile = resolve(cfg, mesh)
     training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod)
-    found = find_checkpoint(training, checkpoints, share)
+    share = share_text(mesh)
     position = restore(training, found, share) if found else Position()
     training = recorded(training, position.step)
-    saver = open_saver(training, checkpoints, share)
+    shown = asked if layouts.live else cfg
+    recorder = Recorder(shown, training, position, train_data, share)
+    with recorder, layouts:
+        if found:
+            recorder.event("restore", step=position.step, path=str(found.path))
+            recorder.say(f"going on from {found.path}")
+        while change := train(training, profile, train_data, held_out, layouts, recorder):
+            training, profile = change.carry_out(training, layouts, recorder), change.profile
+        if cfg.train.eval_every and recorder.position().step == cfg.train.steps:
+            start, vocab = [tokenizer.eod], tokenizer.vocab_size
+            text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))
+            recorder.say(f"\nsampled from the model:\n\n{text}\n")
+        recorder.say(f"files of this run: {cfg.run.dir}")
+
+
+def train(
+    training: Training,
+    profile: Split | None,
+    train_data: Mixture,
+    held_out: list[TokenDataset],
+    layouts: Layouts,
+    recorder: Recorder,
+) -> Change | None:
+    """The steps of one layout: to the end of the run, or to a change that all have agreed to."""
+    cfg, mesh, share = training.cfg, training.mesh, share_text(training.mesh)
+    saver, done = open_saver(training, share), recorder.position().step
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
         "seq_length": cfg.model.seq_length,
@@ -93,35 +120,33 @@ def run(
         "dp_size": mesh.dp.size,
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
-    figures = Figures(cfg, mesh, training.plan, training.trace)
-    recorder = Recorder(cfg, mesh, plan, position, figures, train_data, training.watch, share)
-    with recorder, loader, TraceFiles(training) as traces:
+    with loader, TraceFiles(training) as traces:
         recorder.say(describe(training))
         if profile:
             recorder.say(profile.profile())
-        if found:
-            recorder.event("restore", step=position.step, path=str(found.path))
-            recorder.say(f"going on from {found.path}")
-        for step in range(position.step + 1, last + 1):
+        recorder.resume_clock()
+        for step in range(done + 1, last + 1):
+            training.request = layouts.mailbox.is_full()
             train_step(training, loader, recorder, step)
             traces.after_step()
-            if profile and step == min(position.step + TIMED_STEPS, last):
+            if profile and step == min(done + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
-            if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
-                save_state(training, recorder.position(), saver)
+            saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at
+            if saves:
+                save_state(training, recorder.position(), saver, layouts.live)
             recorder.saves(saver.finished())
             if is_due(step, cfg.train.eval_every, last):
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
+            wanted = layouts.due(step, recorder, share) if step < last else None
+            change = prepare(wanted, training, layouts, recorder, saver, saves) if wanted else None
+            if change:
+                return change
             recorder.resume_clock()
         saver.wait()
         recorder.saves(saver.finished(), last=True)
-        if cfg.train.eval_every and last == cfg.train.steps:
-            start, vocab = [tokenizer.eod], tokenizer.vocab_size
-            text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))
-            recorder.say(f"\nsampled from the model:\n\n{text}\n")
-        recorder.say(f"files of this run: {cfg.run.dir}")
+    return None
 
 
 def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step: int) -> None:

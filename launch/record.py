@@ -9,16 +9,17 @@ from types import TracebackType
 from typing import Any
 
 from data.dataset import Mixture
+from launch.build import Training
 from launch.config import Config
 from launch.figures import Figures
+from launch.layouts import to_plain
 from launch.page import write_page
 from launch.progress import Progress
-from launch.run_dir import write_run_dir
+from launch.run_dir import write_run_dir, write_schedule
 from launch.state import Position, Share
 from launch.tracking import Tracker
 from megalite.checkpoint.background import Saved
 from megalite.errors import CheckpointError
-from megalite.mesh import Mesh
 from megalite.metrics import (
     EvalRecord,
     EventLog,
@@ -30,8 +31,6 @@ from megalite.metrics import (
 )
 from megalite.optim.clip import StepTotals, Told
 from megalite.resilience.bad_steps import BadSteps, Where
-from megalite.resilience.finite import FiniteWatch
-from megalite.schedule.action import Plan
 
 
 class Recorder:
@@ -39,36 +38,50 @@ class Recorder:
     and all see a bad step; rank 0's writes.
 
     A step's numbers are read from the device one step later.
+
+    Args:
+        cfg: as asked for, which is what ``run.dir`` says of its run.
+
+    Attributes:
+        requested: a rank knows of a request to the run; the same on all ranks.
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        mesh: Mesh,
-        plan: Plan,
-        position: Position,
-        figures: Figures,
-        data: Mixture,
-        watch: FiniteWatch,
-        share: Share,
+        self, cfg: Config, training: Training, position: Position, data: Mixture, share: Share
     ) -> None:
-        self._figures, self._watch, self._share = figures, watch, share
+        mesh = training.mesh
+        self.requested = False
         self._bad_steps = BadSteps(cfg.train.bad_step, cfg.train.dtype == "fp16")
-        self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
+        self.cfg = cfg
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
         self._files: tuple[MetricsLog, EventLog] | None = None
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
-        self._save_error: CheckpointError | None = None
+        self.save_error: CheckpointError | None = None
         self._begun, self._num_skipped = position.step, 0
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
-            write_run_dir(cfg, data, plan)
+            write_run_dir(cfg, data)
             log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
-        self.event("start", step=position.step, layout=self.layout)
+        self.follow(training, share)
+        self.event("start", step=position.step, **self.where)
+
+    def follow(self, training: Training, share: Share) -> None:
+        """From here on the run's layout is that of ``training``."""
+        cfg, mesh, plan = training.cfg, training.mesh, training.plan
+        self._watch, self._share = training.watch, share
+        self._figures = Figures(cfg, mesh, plan, training.trace)
+        self.layout = f"{mesh.shape}, {cfg.parallel.schedule}"
+        self.where = {
+            "layout": self.layout,
+            "world_size": mesh.shape.world_size,
+            "parallel": to_plain(cfg.parallel),
+        }
+        if mesh.rank == 0:
+            write_schedule(Path(self.cfg.run.dir), plan)
 
     def step(self, step: int, lr: float, totals: StepTotals) -> None:
         """A step has been queued on the device; take the numbers of the one before.
@@ -116,7 +129,7 @@ class Recorder:
             CheckpointError: the last of them failed, and no step follows.
         """
         for saved in ended:
-            self._save_error = saved.error
+            self.save_error = saved.error
             told = {"step": saved.step, "path": str(saved.path)}
             if saved.error is None:
                 times = {"seconds": saved.seconds, "stalled_s": saved.stalled_s}
@@ -127,8 +140,15 @@ class Recorder:
             if saved.warning:
                 self.event("save_warning", **told, problem=saved.warning)
                 self.say(saved.warning)
-        if last and self._save_error is not None:
-            raise self._save_error
+        if last:
+            self.check_saved()
+
+    def check_saved(self) -> None:
+        """Raises:
+        CheckpointError: if the last save failed.
+        """
+        if self.save_error is not None:
+            raise self.save_error
 
     def event(self, name: str, **fields: Any) -> None:
         if self._files:
@@ -139,6 +159,7 @@ class Recorder:
 
     def _take(self, reading: Reading) -> None:
         told, replays = Told(*reading.values), int(reading.host["replays"])
+        self.requested = told.requests > 0
         loss, tokens, norm, finite = told[:4]
         before, seconds = self._position, reading.host["step_time_s"]
         self._position = Position(

@@ -71,18 +71,20 @@ def _check_contents(cfg: Config, data: Mixture, folder: Path) -> list[str]:
     return told
 
 
-def write_run_dir(cfg: Config, data: Mixture, plan: Plan) -> None:
-    """Say which run this directory holds; the first thing that a run writes.
-
-    The schedule is one that ``file:PATH`` reads: ``auto`` finds another plan in other times.
-    """
+def write_run_dir(cfg: Config, data: Mixture) -> None:
+    """Say which run this directory holds; the first thing that a run writes."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DATA, json.dumps(data_identity(data)).encode())
-    write_whole(folder / SCHEDULE, render_text(as_written(plan)).encode())
     tokenizer = Path(cfg.data.tokenizer or data.datasets[0].tokenizer_path)
     write_whole(folder / TOKENIZER, tokenizer.read_bytes())
     write_whole(folder / CONFIG, to_yaml(cfg).encode())
+
+
+def write_schedule(folder: Path, plan: Plan) -> None:
+    """The schedule that runs now, as ``file:PATH`` reads it: ``auto`` finds another plan in other
+    times."""
+    write_whole(folder / SCHEDULE, render_text(as_written(plan)).encode())
 
 
 def check_named_checkpoint(cfg: Config) -> None:

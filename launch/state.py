@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch.build import Training
+from launch.config import Config
 from megalite.checkpoint.background import Saver
 from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint
 from megalite.errors import CheckpointError, ConfigError
+from megalite.mesh import Mesh
 from megalite.slices import Piece
 
 Share = Callable[[str], list[str]]
@@ -46,9 +49,11 @@ def _weights_only(training: Training) -> Iterator[Piece]:
             yield replace(piece, name=piece.name.removeprefix(MASTER))
 
 
-def open_saver(training: Training, directory: Path, share: Share) -> Saver:
-    """What writes the checkpoints of this layout, as ``checkpoint`` says."""
+def open_saver(training: Training, share: Share, directory: Path | None = None) -> Saver:
+    """What writes the checkpoints of this layout, as ``checkpoint`` says; of its run, if no
+    ``directory`` is named."""
     cfg, mesh = training.cfg.checkpoint, training.mesh
+    directory = directory or Path(training.cfg.run.dir, "checkpoints")
     return Saver(
         directory,
         rank=mesh.rank,
@@ -60,10 +65,13 @@ def open_saver(training: Training, directory: Path, share: Share) -> Saver:
     )
 
 
-def save_state(training: Training, position: Position, saver: Saver) -> None:
+def save_state(
+    training: Training, position: Position, saver: Saver, live: Mapping[str, Any] | None = None
+) -> None:
     """Write a checkpoint of this position, or begin to; collective.
 
     Every replica writes its share, with and without ZeRO-1: more disks, and less for each.
+    ``live`` is what ``launch.layouts.layout_at`` is to know of a change of layout.
     """
     extra = {
         "position": asdict(position),
@@ -71,16 +79,16 @@ def save_state(training: Training, position: Position, saver: Saver) -> None:
         "model": asdict(training.cfg.model),
         "reset_at_document": training.cfg.data.reset_at_document,
         "loss_scale": training.loss_scale.state() if training.loss_scale else None,
+        **({"live": live} if live else {}),
     }
     saver.save(position.step, state_pieces(training, share=True), extra)
 
 
-def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkpoint | None:
+def find_checkpoint(cfg: Config, mesh: Mesh, directory: Path, share: Share) -> Checkpoint | None:
     """The checkpoint that ``checkpoint.resume`` asks for, if there is one; collective."""
-    wanted = training.cfg.checkpoint.resume
+    wanted = cfg.checkpoint.resume
     if wanted == "none":
         return None
-    mesh = training.mesh
     with _as_bad_input():
         if wanted != "auto":
             return open_checkpoint(Path(wanted))

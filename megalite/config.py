@@ -224,6 +224,8 @@ def _deepest(name: str, content: Any) -> str:
 
 
 def _words(name: str, value: Any, hint: Any) -> tuple[str, ...]:
+    if hint == tuple[str, ...] and isinstance(value, dict):
+        value = [_entry(name, key, content) for key, content in value.items()]
     items = value if isinstance(value, list) and _takes_many(hint) else [value]
     if any(item is None for item in items):
         raise ConfigError(name, "has no value (null)", f"Leave it out, or give {accepts(hint)}")
@@ -232,6 +234,14 @@ def _words(name: str, value: Any, hint: Any) -> tuple[str, ...]:
             kind = "fields" if isinstance(item, dict) else "a list"
             raise ConfigError(name, f"holds {kind}: {item!r}", f"It takes {accepts(hint)}")
     return tuple(items)
+
+
+def _entry(name: str, key: object, content: Any) -> str:
+    """A mapping of mappings is a list of texts: ``{100: {tp: 2}}`` is ``["100:tp=2"]``."""
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(name, f"{key} holds {content!r}", "Nest fields with values below it")
+    values = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in content.items()}
+    return f"{key}:" + ",".join(f"{_normal(k)}={v}" for k, v in values.items())
 
 
 def _read_flags(flags: Sequence[str], known: Mapping[str, Any]) -> dict[str, _Given]:

@@ -137,14 +137,24 @@ class TorchTransport:
     def __init__(self, device: torch.device, timeout_s: float = 600.0) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout = device, timedelta(seconds=timeout_s)
+        self._groups: list[TorchGroup] = []
 
     def new_group(self, ranks: Sequence[int]) -> Group | None:
-        group = dist.new_group(list(ranks), timeout=self.timeout)
-        return TorchGroup(group, ranks) if self.rank in ranks else None
+        made = dist.new_group(list(ranks), timeout=self.timeout)
+        if self.rank not in ranks:
+            return None
+        self._groups.append(TorchGroup(made, ranks))
+        return self._groups[-1]
 
     def close_group(self, group: Group) -> None:
         assert isinstance(group, TorchGroup)
+        self._groups.remove(group)
         dist.destroy_process_group(group.group)
+
+    def close(self) -> None:
+        """Destroy every group that is left."""
+        for group in reversed(list(self._groups)):
+            self.close_group(group)
 
 
 @dataclass(frozen=True)
@@ -255,6 +265,13 @@ class Mesh:
         for axis in axes.values():
             axis.all_reduce(torch.zeros(1, device=transport.device)).wait()
         return cls(shape, transport, axes, first_rank)
+
+    def reshaped(self, shape: MeshShape) -> Mesh:
+        """A mesh of another shape over the same ranks; collective. This one stays open; a process
+        that is alone has no other."""
+        if self.transport is None:
+            return self
+        return Mesh.create(shape, self.transport, self.first_rank)
 
     def new_group(self, members: Sequence[tuple[int, ...]]) -> list[Group | None]:
         """Further groups, by ranks of the shape; collective, closed with the mesh."""

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from megalite.errors import ConfigError
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -106,12 +108,28 @@ class RunLock:
             return False
         except OSError as error:
             # Some network file systems know no locks; a run there goes without.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in _NO_LOCKS:
                 raise
         return True
 
     def close(self) -> None:
         self._file.close()
+
+
+def is_locked(run_dir: str | Path) -> bool:
+    """Whether a process has the ``RunLock`` of a directory now."""
+    try:
+        with open(Path(run_dir) / "lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return True  # where nobody can tell, the job itself is asked
+    return False
 
 
 class MetricsLog:

@@ -38,7 +38,7 @@ class ParallelConfig:
     rank_order: str = "pp,dp,tp"
     """The axes from the slowest to the fastest varying with the rank."""
     reconfigure: tuple[str, ...] = ()
-    """Changes of layout in mid-run, each STEP:FIELD=VALUE."""
+    """Changes of layout in mid-run, each STEP:FIELD=VALUE[,FIELD=VALUE...]; or step -> fields."""
 
 
 @dataclass(frozen=True)

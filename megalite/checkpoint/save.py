@@ -8,6 +8,7 @@ save). An existing checkpoint of the same step waits as ``.old`` while it is rep
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -185,13 +186,23 @@ def blocks(tensor: Tensor) -> Iterator[memoryview]:
     limit = BLOCK_BYTES // tensor.itemsize
     if tensor.is_contiguous():
         for part in torch.split(tensor.reshape(-1), limit):
-            yield part.cpu().view(torch.uint8).numpy().data
+            yield _memory(part.cpu())
     elif rows := limit // tensor[0].numel():
         for part in torch.split(tensor, rows):
             yield from blocks(part.contiguous())
     else:
         for row in tensor:
             yield from blocks(row)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, for as long as it lives.
+
+    ``numpy()`` would do as well, but forbids for good to resize the storage, as a live change of
+    layout does to free it.
+    """
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 def write_file(path: Path, data: Iterable[memoryview]) -> FileInfo:

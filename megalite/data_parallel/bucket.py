@@ -23,6 +23,21 @@ _SMALLEST, _LARGEST = 1 << 18, 1 << 23  # elements of a bucket
 VECTOR = 64
 
 
+def free(flat: Tensor) -> None:
+    """Give back the memory of a tensor that is a whole storage; it and its views stay, empty.
+
+    Where ``numpy()`` has pinned the storage, that comes with the end of its last tensor.
+    """
+    if flat.untyped_storage().resizable():
+        flat.untyped_storage().resize_(0)
+
+
+def allot(flat: Tensor) -> None:
+    """Give a tensor that was freed memory again, all zero; its views are in it."""
+    flat.untyped_storage().resize_(flat.nbytes)
+    flat.zero_()
+
+
 @dataclass
 class Bucket:
     """Parameters of one stage that are treated alike, in one flat buffer each of weights and
@@ -33,6 +48,7 @@ class Bucket:
             "tied" to a copy on another rank, "shared" by two uses here), or "".
         decay: weight decay applies. counted: this rank's copy enters the norm and the files.
         dp: the replicas among which it is cut. zero1: each updates its share only.
+        bare: both buffers begin without memory, and so do the parameters: see ``allot``.
         waiting: gradients, one a parameter and microbatch, that the running step has yet to add.
     """
 
@@ -43,6 +59,7 @@ class Bucket:
     params: list[nn.Parameter]
     dp: Axis = field(default=Axis("dp"), repr=False)
     zero1: bool = False
+    bare: bool = False
     weight: Tensor = field(init=False)
     grad: Tensor = field(init=False)
     waiting: int = field(init=False, default=0)
@@ -52,14 +69,20 @@ class Bucket:
         first = self.params[0]
         unit = VECTOR * self.dp.size
         total = -(-sum(p.numel() for p in self.params) // unit) * unit
-        self.weight = torch.zeros(total, dtype=first.dtype, device=first.device)
-        sum_dtype = torch.promote_types(first.dtype, torch.float32)
-        self.grad = torch.zeros(total, dtype=sum_dtype, device=first.device)
+        make = torch.empty if self.bare else torch.zeros
+        self.weight = make(total, dtype=first.dtype, device=first.device)
         for param, view in self.views(self.weight):
-            view.copy_(param.detach())
+            if not self.bare:
+                view.copy_(param.detach())
             param.data = view
+        if self.bare:
+            free(self.weight)
+        sum_dtype = torch.promote_types(first.dtype, torch.float32)
+        self.grad = make(total, dtype=sum_dtype, device=first.device)
         for param, view in self.views(self.grad):
             param.main_grad = view  # type: ignore[attr-defined]
+        if self.bare:
+            free(self.grad)
 
     def views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of a flat buffer of this bucket, in local shape."""
@@ -98,6 +121,7 @@ class FlatParameters:
             belongs to the first.
         dp: the replicas of these stages.
         zero1: each replica updates its share of every bucket; ``gather`` completes the weights.
+        bare: the buckets begin without memory.
     """
 
     def __init__(
@@ -106,10 +130,11 @@ class FlatParameters:
         dp: Axis | None = None,
         zero1: bool = False,
         trace: Trace | None = None,
+        bare: bool = False,
     ) -> None:
         self.dp, self.trace = dp or Axis("dp"), trace or Trace()
         self.zero1 = zero1 and self.dp.size > 1
-        cut = (self.dp, self.zero1)
+        cut = (self.dp, self.zero1, bare)
         unique: dict[int, tuple[int, nn.Parameter]] = {}
         for stage, params in stages.items():
             for param in params:

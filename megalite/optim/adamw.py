@@ -16,6 +16,10 @@ from megalite.errors import ConfigError
 from megalite.optim.config import OptimConfig
 from megalite.slices import Piece
 
+Buffers = dict[str, list[Tensor]]
+"""Flat tensors, one a bucket, by what goes before the names of the parameters in them."""
+MASTER, MOMENTS = "optim.master.", ("exp_avg", "exp_avg_sq")
+
 
 def apex_state() -> str:
     """Which ``apex`` is installed: ``complete``, or why NVIDIA's fused kernels are not there.
@@ -81,14 +85,26 @@ class AdamW:
     State is one flat tensor a bucket and moment, of what this replica updates of the bucket: all,
     or with ZeRO-1 its share. Where weights are bf16 or fp16, ``master`` is the fp32 copy of that
     part, which is what is updated; else it is the weight itself.
+
+    Args:
+        skips: steps that are not finite are to be left out.
+        state: what ``buffers`` gave of another optimizer with the same buckets, to be used as it
+            is; else masters begin as the weights are, and moments as zero.
     """
 
-    def __init__(self, flat: FlatParameters, cfg: OptimConfig, skips: bool = False) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        cfg: OptimConfig,
+        skips: bool = False,
+        state: Buffers | None = None,
+    ) -> None:
         self.flat, self.cfg = flat, cfg
         self.masters: list[Tensor] = []
-        for bucket in flat.buckets:
-            # The weight's own memory where it is wide already.
-            wide = bucket.updated(bucket.weight).to(bucket.grad.dtype)
+        for n, bucket in enumerate(flat.buckets):
+            wide = bucket.updated(bucket.weight)
+            if wide.dtype != bucket.grad.dtype:
+                wide = state[MASTER][n] if state else wide.to(bucket.grad.dtype)
             wide.grad = bucket.updated(bucket.grad)
             self.masters.append(wide)
         groups = [
@@ -109,7 +125,7 @@ class AdamW:
             for b, m in zip(flat.buckets, self.masters, strict=True)
             if b.weight.dtype != m.dtype
         ]
-        self._init_state()
+        self._init_state(state)
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": 0.0, "betas": self.cfg.betas, "eps": self.cfg.eps}
@@ -120,13 +136,15 @@ class AdamW:
             return fused
         return torch.optim.AdamW(groups, fused=True, **options)
 
-    def _init_state(self) -> None:
+    def _init_state(self, given: Buffers | None) -> None:
         """Make the moments now: what a checkpoint is loaded into, and what memory is counted."""
-        for master in self.masters:
+        for n, master in enumerate(self.masters):
             self.inner.state[master] = {
                 "step": torch.zeros((), device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+                **{
+                    moment: given[f"optim.{moment}."][n] if given else torch.zeros_like(master)
+                    for moment in MOMENTS
+                },
             }
 
     def step(self, lr: float, factor: Tensor, finite: Tensor) -> None:
@@ -154,16 +172,18 @@ class AdamW:
             torch._foreach_copy_(list(weights), list(masters))
         self.flat.gather()
 
+    def buffers(self) -> Buffers:
+        """The state, without masters that are the weights themselves."""
+        found = {f"optim.{m}.": [self.inner.state[w][m] for w in self.masters] for m in MOMENTS}
+        copied = any(b.weight.dtype != b.grad.dtype for b in self.flat.buckets)
+        return {MASTER: self.masters, **found} if copied else found
+
     def pieces(self, share: bool = False) -> Iterator[Piece]:
         """The state on this rank, or its share of that, by global name:
         ``optim.{master,exp_avg,exp_avg_sq}.<name>``."""
-        for bucket, master in zip(self.flat.buckets, self.masters, strict=True):
-            state = self.inner.state[master]
-            held = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-            if bucket.weight.dtype != master.dtype:
-                held = {"master": master, **held}
-            for kind, flat in held.items():
-                yield from bucket.pieces(bucket.share(flat) if share else flat, f"optim.{kind}.")
+        for prefix, buffers in self.buffers().items():
+            for bucket, flat in zip(self.flat.buckets, buffers, strict=True):
+                yield from bucket.pieces(bucket.share(flat) if share else flat, prefix)
 
     def set_num_steps(self, step: int) -> None:
         """How many updates the moments have seen, for their bias correction."""

@@ -25,6 +25,7 @@ class StepTotals:
         finite: 1 where loss and norm are finite, else 0.
         bad_losses, bad_grads: how many ranks had a loss, or gradients, that are not finite.
         stops: how many ranks ask the run to end.
+        requests: how many know of a request to the run, such as for another layout.
         scale: of the loss in this step.
         replays: how often the step was computed again.
     """
@@ -37,11 +38,12 @@ class StepTotals:
     bad_losses: Tensor
     bad_grads: Tensor
     stops: Tensor
+    requests: Tensor
     scale: Tensor
     replays: int = 0
 
     def stacked(self) -> Tensor:
-        """(7,) what the host is told of a step, in the order of ``Told``."""
+        """(8,) what the host is told of a step, in the order of ``Told``."""
         return torch.stack([getattr(self, name) for name in Told._fields])
 
 
@@ -54,6 +56,7 @@ class Told(NamedTuple):
     finite: float
     bad_losses: float
     stops: float
+    requests: float
     scale: float
 
 
@@ -81,9 +84,10 @@ def step_totals(
     clip: float,
     scale: Tensor | None = None,
     stop: bool = False,
+    request: bool = False,
 ) -> StepTotals:
     """Reduce a step over all ranks, with one message: loss, tokens, square sum, ranks with a bad
-    loss, ranks with bad gradients, ranks that ask to stop.
+    loss, ranks with bad gradients, ranks that ask to stop, ranks that know of a request.
 
     Args:
         loss_sum: summed loss of this replica on the rank of the last stage, else None.
@@ -92,6 +96,7 @@ def step_totals(
         clip: largest gradient norm; 0 switches clipping off.
         scale: 0-d factor by which backward has multiplied.
         stop: this rank asks the run to end.
+        request: this rank knows of a request to the run.
     """
     counts_loss = loss_sum is not None and mesh.tp.index == 0
     zero = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
@@ -99,9 +104,10 @@ def step_totals(
     tokens = num_tokens.double() if counts_loss else zero
     squares = square_sum(flat) if flat.buckets else zero
     bad = [(~part.isfinite()).double() for part in (loss, squares)]
-    vector = torch.stack([loss, tokens, squares, *bad, torch.full_like(zero, float(stop))])
+    asked = [torch.full_like(zero, float(asks)) for asks in (stop, request)]
+    vector = torch.stack([loss, tokens, squares, *bad, *asked])
     mesh.world.all_reduce(vector).wait()
-    loss, tokens, squares, bad_losses, bad_grads, stops = vector
+    loss, tokens, squares, bad_losses, bad_grads, stops, requests = vector
     one = torch.ones_like(zero)
     scale = one if scale is None else scale.double()  # a copy: it changes after the step
     tokens = tokens.clamp(min=1.0)
@@ -110,5 +116,5 @@ def step_totals(
     factor = to_mean * (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else to_mean
     loss = loss / tokens
     finite = (loss.isfinite() & norm.isfinite()).double()
-    counts = (bad_losses, bad_grads, stops)
+    counts = (bad_losses, bad_grads, stops, requests)
     return StepTotals(loss, vector[1], norm, factor, finite, *counts, scale)

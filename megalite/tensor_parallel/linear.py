@@ -25,13 +25,17 @@ from megalite.slices import Slice, get_slice, set_slice
 
 @dataclass(frozen=True)
 class Layout:
-    """What every layer of one stage is told: its tp axis, dtype, device and gradient sink."""
+    """What every layer of one stage is told: its tp axis, dtype, device and gradient sink.
+
+    ``bare``: parameters are made without memory.
+    """
 
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     sink: GradSink
+    bare: bool = False
 
     @property
     def cut_sequence(self) -> bool:
@@ -59,7 +63,10 @@ class Layout:
         return x
 
     def empty(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+        made = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+        if self.bare:
+            made.untyped_storage().resize_(0)
+        return made
 
     def replicated(
         self, name: str, shape: tuple[int, ...], init: tuple[str, float]

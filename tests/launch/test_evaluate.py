@@ -57,7 +57,7 @@ def rank(transport: Transport, directory: Path, root: Path, cfg: Config) -> list
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
     training = build(cfg, mesh)
     found: list[Any] = [step(training, 0)]
-    save_state(training, Position(1, 6, 96, 1), open_saver(training, root, share_text(mesh)))
+    save_state(training, Position(1, 6, 96, 1), open_saver(training, share_text(mesh), root))
     path = root / "step_00000001"
     found += [loss_of(training, directory, most) for most in (0, 0, 2, 999)]
     found.append(step(training, 1))

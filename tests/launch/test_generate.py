@@ -57,7 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in MODELS.items():
         training = build(config_of(model, "bf16"), Mesh.single())
         load(weights(model), training)
-        save_state(training, Position(2), open_saver(training, root / name / "checkpoints", alone))
+        save_state(training, Position(2), open_saver(training, alone, root / name / "checkpoints"))
         train_tokenizer([TEXT], IDS, root / name / "tokenizer.model")
     return root
 

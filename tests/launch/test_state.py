@@ -64,7 +64,7 @@ def saved(transport: Transport, root: Path, layout: int, smallest: int) -> list[
         training = build(cfg, mesh)
         for step in range(STEP):
             training.step(batch_of(cfg, step, mesh.dp.index, mesh.dp.size), cfg.optim.lr)
-        saver = open_saver(training, place(root, layout, kind), share_text(mesh))
+        saver = open_saver(training, share_text(mesh), place(root, layout, kind))
         save_state(training, _position(), saver)
         assert [saved.error for saved in saver.finished()] == [None]
         found.append(parts(state_pieces(training, share=True)))

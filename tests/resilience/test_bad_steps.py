@@ -7,7 +7,7 @@ import pytest
 from megalite.optim.clip import Told
 from megalite.resilience.bad_steps import MOST_IN_A_ROW, BadSteps, Where
 
-GOOD = Told(2.0, 10.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+GOOD = Told(2.0, 10.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
 BAD_LOSS = GOOD._replace(loss=nan, grad_norm=nan, finite=0.0, bad_losses=1.0)
 BAD_GRADS = GOOD._replace(grad_norm=inf, finite=0.0)
 

@@ -65,7 +65,7 @@ def saved(transport: Transport, root: Path, layout: dict[str, Any]) -> None:
         mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
         training = build(cfg, mesh)
         load(weights(model), training)
-        saver = open_saver(training, root / name / "checkpoints", share_text(mesh))
+        saver = open_saver(training, share_text(mesh), root / name / "checkpoints")
         save_state(training, Position(3, 18, 270, 3), saver)
         mesh.close()
 
@@ -230,9 +230,9 @@ def taken_up(transport: Transport, source: Path, root: Path, cfg: Config) -> Non
     """Begin a run with an import and save it."""
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
     training, share = build(cfg, mesh), share_text(mesh)
-    found = find_checkpoint(training, root / "checkpoints", share)
+    found = find_checkpoint(cfg, mesh, root / "checkpoints", share)
     assert found is not None and restore(training, found, share) == Position()
-    save_state(training, Position(3), open_saver(training, root / "checkpoints", share))
+    save_state(training, Position(3), open_saver(training, share, root / "checkpoints"))
     mesh.close()
 
 

@@ -102,7 +102,7 @@ def built(model: GPTConfig, parallel: ParallelConfig, mesh: Mesh) -> Training:
 
 def saver_of(training: Training, directory: Path, share: Share, behind: bool = False) -> Saver:
     cfg = replace(training.cfg, checkpoint=CheckpointConfig(async_save=behind))
-    return open_saver(replace(training, cfg=cfg), directory, share)
+    return open_saver(replace(training, cfg=cfg), share, directory)
 
 
 def load(training: Training, directory: Path, share: Share) -> None:
