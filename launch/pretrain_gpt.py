@@ -104,11 +104,19 @@ def run(
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
             traces.after_step()
+            training.control.stepped(step)
             if profile and step == min(position.step + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
-            if is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at:
+            stops = recorder.stop_asked and step < last
+            due = is_due(step, cfg.checkpoint.every, last)
+            if due or stops or step == cfg.run.stop_at:
                 path = save_state(training, recorder.position(), checkpoints, share)
                 recorder.event("save", step=step, path=str(path))
+            if stops:
+                recorder.say(f"stopped on request after step {step}")
+                recorder.event("stop", step=step)
+                training.control.mark_stopped()
+                return
             if is_due(step, cfg.train.eval_every, last):
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]

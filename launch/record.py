@@ -36,7 +36,8 @@ class Recorder:
     """Follows a run from ``position`` on. Every rank has one, so that all know where the run is
     and all see a bad step; rank 0's writes.
 
-    A step's numbers are read from the device one step later.
+    A step's numbers are read from the device one step later. So is ``stop_asked``: whether any rank
+    was asked to end the run, the same on all.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Recorder:
         self.cfg, self.layout = cfg, f"{mesh.shape}, {cfg.parallel.schedule}"
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
+        self.stop_asked = False
         self._files: tuple[MetricsLog, EventLog] | None = None
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
@@ -112,6 +114,7 @@ class Recorder:
 
     def _take(self, reading: Reading) -> None:
         told, replays = Told(*reading.values), int(reading.host["replays"])
+        self.stop_asked |= told.stops > 0
         loss, tokens, norm, finite = told[:4]
         before, seconds = self._position, reading.host["step_time_s"]
         self._position = Position(
