@@ -18,7 +18,7 @@ from data.loader import EvalLoader, TokenLoader
 from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
 from launch.build import SUM_DTYPES, Training, build, describe, skips_steps
-from launch.config import Config, check, load_config, report_config_error, resolve_vocab
+from launch.config import Config, check, fit, load_config, report_config_error, resolve_vocab
 from launch.figures import Figures
 from launch.job import die, joined, share_text
 from launch.profile import TIMED_STEPS, resolve, stage_times
@@ -34,11 +34,14 @@ from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
+from megalite.resilience.stop import Control
 
 
 def main(argv: list[str]) -> None:
     try:
         cfg, world = load_config(argv), world_from_env()
+        if Control.of_worker().fits:
+            cfg = fit(cfg, world.size)
         check(cfg, world.size)
         if cfg.train.deterministic:
             make_deterministic()
