@@ -396,4 +396,4 @@ def test_a_job_that_failed_when_its_time_was_up_is_not_requeued(cluster: Path) -
 
 def test_a_job_that_slurm_ends_is_not_requeued_by_us(cluster: Path) -> None:
     code, scontrol, scancel = signalled(cluster, signal.SIGTERM)
-    assert (code, scontrol, scancel) == (75, "", "")
+    assert (code, scontrol, scancel) == (75, "show job 1234\n", "")
