@@ -33,7 +33,9 @@ _SAME_TERM_S = 0.2
 
 def main(argv: list[str]) -> NoReturn:
     """Ends the process with the exit code of the job."""
-    with tempfile.TemporaryDirectory(prefix="megalite_") as folder:
+    # The path of the forkserver's socket, which lies in it, must stay under 108 bytes.
+    long = len(os.fsencode(tempfile.gettempdir())) > 48
+    with tempfile.TemporaryDirectory(prefix="megalite_", dir="/tmp" if long else None) as folder:
         tempfile.tempdir = folder  # of multiprocessing's socket, which would stay behind
         try:
             code, text = _launch(argv, Path(folder))

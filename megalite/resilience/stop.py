@@ -34,18 +34,21 @@ class Control:
     def create(cls, path: Path, num_workers: int) -> Control:
         """The launcher's side, with a new file."""
         path.write_bytes(bytes(8 * (_HEADER + _SLOT * num_workers)))
+        return cls.of_launcher(path)
+
+    @classmethod
+    def of_launcher(cls, path: Path | str, mine: int = 0) -> Control:
+        """A file that exists, as the launcher or anybody who watches sees it."""
         with open(path, "r+b") as file:
-            return cls(mmap.mmap(file.fileno(), 0), num_workers)
+            memory = mmap.mmap(file.fileno(), 0)
+        return cls(memory, (len(memory) // 8 - _HEADER) // _SLOT, mine)
 
     @classmethod
     def of_worker(cls, env: Mapping[str, str] = os.environ) -> Control:
         """The side of the worker with this environment."""
         if VARIABLE not in env:
             return cls(mmap.mmap(-1, 8 * (_HEADER + _SLOT)), 1)
-        with open(env[VARIABLE], "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        num_workers = (len(memory) // 8 - _HEADER) // _SLOT
-        return cls(memory, num_workers, int(env.get("LOCAL_RANK", "0")))
+        return cls.of_launcher(env[VARIABLE], int(env.get("LOCAL_RANK", "0")))
 
     # What the launcher says.
 
