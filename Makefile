@@ -9,13 +9,14 @@ CODE := megalite model data launch tools
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check format test test-all bench quickstart clean
+.PHONY: help setup lock check format test test-all test-slurm bench quickstart clean
 
 help:
 	@echo "make setup       .venv with the exact versions of requirements.lock"
 	@echo "make quickstart  train the embedded corpus in three dimensions, sample, write a report"
 	@echo "make check       lint, format, types, layers"
 	@echo "make test        the test-suite;  make test-all: with the full matrices"
+	@echo "make test-slurm  the Slurm script on a real Slurm of two nodes on this machine"
 	@echo "make bench       side-by-side benchmarks"
 	@echo "make format      apply the formatter;  make lock: renew requirements.lock"
 	@echo "make clean       remove .venv, caches and build files (not runs/ and corpora/)"
@@ -55,10 +56,19 @@ format: setup
 	$(PY) -m ruff format .
 
 test: setup
-	$(TEST_ENV) $(PY) -m pytest -m "not full"
+	$(TEST_ENV) $(PY) -m pytest -m "not full and not slurm"
 
 test-all: setup
-	$(TEST_ENV) $(PY) -m pytest
+	$(TEST_ENV) $(PY) -m pytest -m "not slurm"
+
+# Two nodes of Slurm on this machine, started and stopped by the tests. Needs root, and apt where
+# Slurm is not installed yet; says so and succeeds where it has neither.
+test-slurm: setup
+	@command -v slurmctld munged > /dev/null || test "$$(id -u)" != 0 || \
+	  ! command -v apt-get > /dev/null || { echo "installing slurm-wlm and munge" && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+	  --no-install-recommends slurm-wlm munge > /dev/null; }
+	$(TEST_ENV) $(PY) -m pytest -m slurm tests/slurm
 
 bench: setup
 	$(PY) tools/bench.py all

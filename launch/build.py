@@ -24,6 +24,7 @@ from megalite.pipeline.p2p import Channels
 from megalite.pipeline.watched import stage_kind
 from megalite.recompute import recomputed
 from megalite.resilience.finite import FiniteWatch
+from megalite.resilience.stop import Control
 from megalite.rng import initialize
 from megalite.schedule.action import Plan
 from megalite.schedule.costs import Costs, MemoryLimit
@@ -68,6 +69,7 @@ class Training:
     loss_scale: LossScale | None
     trace: Trace = field(default_factory=Trace)
     request: bool = False
+    control: Control = field(default_factory=Control.of_worker)
 
     @property
     def has_last_stage(self) -> bool:
@@ -89,6 +91,7 @@ class Training:
                 clip=self.cfg.optim.clip_grad_norm,
                 scale=self.loss_scale.scale if self.loss_scale else None,
                 request=self.request,
+                stop=self.control.stop,
             )
 
     def step(self, batch: Batch, lr: float) -> StepTotals:

@@ -223,6 +223,18 @@ def resolve_vocab(cfg: Config, tokenizer_size: int) -> Config:
     return cfg
 
 
+def fit(cfg: Config, world_size: int) -> Config:
+    """``cfg`` in the legal layout nearest to its own, where ``world_size`` ranks cannot have that.
+
+    The global batch and the order of samples know no layout, so they stay.
+    """
+    facts = facts_of(cfg.model)
+    if not parallel_config.problems(cfg.parallel, facts, world_size):
+        return cfg
+    near = parallel_config.nearest_legal(cfg.parallel, facts, world_size, 1)
+    return replace(cfg, parallel=near[0]) if near else cfg
+
+
 def check(cfg: Config, world_size: int) -> None:
     """Raise the first of ``violations``, and say how many more there are."""
     found = violations(cfg, world_size)

@@ -18,7 +18,7 @@ from data.loader import EvalLoader, TokenLoader
 from data.prepare import ensure_prepared
 from data.tokenizer import Tokenizer
 from launch.build import SUM_DTYPES, Training, build, describe, skips_steps
-from launch.config import Config, check, load_config, report_config_error, resolve_vocab
+from launch.config import Config, check, fit, load_config, report_config_error, resolve_vocab
 from launch.job import die, joined, share_text
 from launch.profile import TIMED_STEPS, Split, resolve, stage_times
 from launch.reconfigure import Change, Layouts, prepare
@@ -34,11 +34,14 @@ from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
+from megalite.resilience.stop import Control
 
 
 def main(argv: list[str]) -> None:
     try:
         cfg, world = load_config(argv), world_from_env()
+        if Control.of_worker().fits:
+            cfg = fit(cfg, world.size)
         check(cfg, world.size)
         if cfg.train.deterministic:
             make_deterministic()
@@ -129,12 +132,16 @@ def train(
             training.request = layouts.mailbox.is_full()
             train_step(training, loader, recorder, step)
             traces.after_step()
+            training.control.stepped(step)
             if profile and step == min(done + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
-            saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at
+            stops = recorder.stop_asked and step < last
+            saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at or stops
             if saves:
                 save_state(training, recorder.position(), saver, layouts.live)
             recorder.saves(saver.finished())
+            if stops:
+                break
             if is_due(step, cfg.train.eval_every, last):
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
@@ -146,6 +153,10 @@ def train(
             recorder.resume_clock()
         saver.wait()
         recorder.saves(saver.finished(), last=True)
+        if recorder.stop_asked and recorder.position().step < last:
+            recorder.say(f"stopped on request after step {recorder.position().step}")
+            recorder.event("stop", step=recorder.position().step)
+            training.control.mark_stopped()
     return None
 
 

@@ -44,6 +44,7 @@ class Recorder:
 
     Attributes:
         requested: a rank knows of a request to the run; the same on all ranks.
+        stop_asked: a rank was asked to end the run; the same on all.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Recorder:
         self.cfg = cfg
         self._position, self._lagged = position, Lagged()
         self._since = time.perf_counter()
+        self.stop_asked = False
         self._files: tuple[MetricsLog, EventLog] | None = None
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
@@ -160,6 +162,7 @@ class Recorder:
     def _take(self, reading: Reading) -> None:
         told, replays = Told(*reading.values), int(reading.host["replays"])
         self.requested = told.requests > 0
+        self.stop_asked |= told.stops > 0
         loss, tokens, norm, finite = told[:4]
         before, seconds = self._position, reading.host["step_time_s"]
         self._position = Position(

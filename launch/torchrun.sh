@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Trains under torchrun, on this node or as one node of several:
+# Trains through launch/elastic.py, on this node or as one node of several:
 #
 #   bash launch/torchrun.sh --config FILE [--section.field value ...]
 #
 # NPROC        processes of this node; else one a GPU, else 1
-# NNODES       how many nodes run this script; else 1. With more than one, also:
+# NNODES       how many nodes run this script, or MIN:MAX to go on while nodes leave and return;
+#              else 1. With more than one, also:
 # NODE_RANK    0 .. NNODES-1, each on one node
 # MASTER_ADDR  the name or address of node 0, as the others know it
 # MASTER_PORT  a free port of node 0
@@ -45,7 +46,10 @@ gpus=$(count_gpus)
 nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
 nnodes=${NNODES:-1}
 count NPROC "$nproc"
-count NNODES "$nnodes"
+count NNODES "${nnodes%:*}"
+count NNODES "${nnodes#*:}"
+most=${nnodes#*:}
+((${nnodes%:*} <= most)) || fail "NNODES is '$nnodes': the first number is the smaller one"
 
 tasks=${SLURM_STEP_NUM_TASKS:-1}
 hosts=${SLURM_STEP_NUM_NODES:-1}
@@ -53,19 +57,19 @@ if ((tasks > hosts)); then
   fail "srun started $tasks tasks on $hosts node(s), and each would start $nproc processes." \
     "One launcher is enough: srun --ntasks-per-node=1"
 fi
-if ((hosts > nnodes)); then
+if ((hosts > most)); then
   fail "srun runs this on $hosts nodes but NNODES is $nnodes: each would train by itself." \
     "Use launch/slurm.sbatch, or set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT"
 fi
 
-if ((nnodes == 1)); then
+if ((most == 1)); then
   args=(--standalone)
 else
   for name in NODE_RANK MASTER_ADDR MASTER_PORT; do
     [[ -n ${!name:-} ]] || fail "NNODES is $nnodes, but $name is not set: give it on every node"
   done
-  if ! [[ $NODE_RANK =~ ^[0-9]+$ ]] || ((NODE_RANK >= nnodes)); then
-    fail "NODE_RANK is '$NODE_RANK': with NNODES=$nnodes it is one of 0 to $((nnodes - 1))"
+  if ! [[ $NODE_RANK =~ ^[0-9]+$ ]] || ((NODE_RANK >= most)); then
+    fail "NODE_RANK is '$NODE_RANK': with NNODES=$nnodes it is one of 0 to $((most - 1))"
   fi
   count MASTER_PORT "$MASTER_PORT"
   if command -v getent > /dev/null && ! getent hosts "$MASTER_ADDR" > /dev/null; then
@@ -81,5 +85,5 @@ fi
 # Many processes share the cores of a node without GPUs; more threads than cores crawl.
 ((gpus > 0)) || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-exec "$python" -m torch.distributed.run "${args[@]}" --nproc-per-node "$nproc" \
+exec "$python" "$root/launch/elastic.py" "${args[@]}" --nproc-per-node "$nproc" \
   "$root/launch/pretrain_gpt.py" "$@"

@@ -17,6 +17,7 @@ from launch.config import (
     check,
     check_same_run,
     facts_of,
+    fit,
     load_config,
     num_microbatches,
     resolve_vocab,
@@ -24,6 +25,7 @@ from launch.config import (
 )
 from megalite.config import field_types, to_yaml, values_of
 from megalite.errors import ConfigError
+from megalite.parallel_config import problems
 from model.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,3 +330,14 @@ def test_help_is_printed_by_one_rank(
     with pytest.raises(SystemExit):
         load_config(["--help"])
     assert capsys.readouterr().out == ""
+
+
+def test_fewer_ranks_get_the_nearest_legal_layout_with_the_same_batch() -> None:
+    cfg = load_config(["--model.num_heads", "4", "--parallel.tp", "2", "--parallel.pp", "2"])
+    same = fit(cfg, 8)
+    assert same is cfg
+    smaller = fit(cfg, 2)
+    assert (smaller.parallel.tp, smaller.parallel.pp) in ((2, 1), (1, 2))
+    assert smaller.train == cfg.train and not problems(smaller.parallel, facts_of(cfg.model), 2)
+    for world in (1, 2, 3, 5, 6, 7):
+        assert not problems(fit(cfg, world).parallel, facts_of(cfg.model), world)

@@ -30,7 +30,7 @@ NODE_LISTS = [
 
 # Real Python for everything but the launch itself, which is written down.
 PYTHON = """#!/usr/bin/env bash
-if [[ $1 != -m ]]; then exec {python} "$@"; fi
+if [[ $1 != */elastic.py ]]; then exec {python} "$@"; fi
 printf '%s\\n' "$@" "OMP_NUM_THREADS=${{OMP_NUM_THREADS-unset}}" > "{root}/call.${{NODE_RANK:-0}}"
 exit "${{FAKE_CODE:-0}}"
 """
@@ -162,7 +162,7 @@ def test_one_node_trains_with_one_process_and_passes_every_flag_through(tree: Pa
     flags = ["--config", "a b.yaml", "--run.name", "*", "--data.path", ""]
     assert launch(tree, *flags).returncode == 0
     assert call(tree) == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *(f"{tree}/launch/elastic.py", "--standalone", "--nproc-per-node", "1"),
         f"{tree}/launch/pretrain_gpt.py",
         *flags,
         "OMP_NUM_THREADS=1",
@@ -232,6 +232,11 @@ def test_a_node_of_several_meets_the_others_at_the_given_place(tree: Path) -> No
     assert value_of(words, "--master-addr") == "localhost"
 
 
+def test_a_job_may_have_from_fewer_to_more_nodes(tree: Path) -> None:
+    assert launch(tree, **{**NODES, "NNODES": "1:4"}).returncode == 0
+    assert value_of(call(tree, rank=3), "--nnodes") == "1:4"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -243,6 +248,8 @@ def test_a_node_of_several_meets_the_others_at_the_given_place(tree: Path) -> No
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, "no-such-host.invalid, which this node cannot"),
         ({"NNODES": "0"}, "NNODES is '0'"),
+        ({"NNODES": "4:"}, "NNODES is ''"),
+        ({"NNODES": "4:2"}, "first number is the smaller"),
         ({"NPROC": "two"}, "NPROC is 'two'"),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}, "srun --ntasks-per-node=1"),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "8"}, "8 nodes but NNODES is 4"),
@@ -346,7 +353,7 @@ def test_a_job_that_fails_is_not_requeued(cluster: Path) -> None:
 
 def signalled(root: Path, number: signal.Signals, **env: str) -> tuple[int, str, str]:
     """The exit code of a job that is signalled while it runs, and its calls of the tools."""
-    env = {**JOB, "SLURM_JOB_NUM_NODES": "1", "FAKE_WAIT": "1", "FAKE_CODE": "1", **env}
+    env = {**JOB, "SLURM_JOB_NUM_NODES": "1", "FAKE_WAIT": "1", "FAKE_CODE": "75", **env}
     script = subprocess.Popen(
         ["bash", f"{root}/launch/slurm.sbatch"], env=environment(root, env), cwd=root
     )
@@ -368,13 +375,13 @@ def signalled(root: Path, number: signal.Signals, **env: str) -> tuple[int, str,
 
 def test_a_job_whose_time_is_nearly_up_is_stopped_and_requeued_once(cluster: Path) -> None:
     code, scontrol, scancel = signalled(cluster, signal.SIGUSR1)
-    assert (code, scontrol, scancel) == (1, "requeue 1234\n", "--signal=TERM 1234\n")
+    assert (code, scontrol, scancel) == (75, "requeue 1234\n", "--signal=USR1 1234\n")
 
 
 def test_a_task_of_an_array_is_requeued_without_its_array(cluster: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "7"}
     _, scontrol, scancel = signalled(cluster, signal.SIGUSR1, **array)
-    assert (scontrol, scancel) == ("requeue 1234_7\n", "--signal=TERM 1234_7\n")
+    assert (scontrol, scancel) == ("requeue 1234_7\n", "--signal=USR1 1234_7\n")
 
 
 def test_a_job_that_was_done_when_its_time_was_up_is_not_requeued(cluster: Path) -> None:
@@ -382,6 +389,11 @@ def test_a_job_that_was_done_when_its_time_was_up_is_not_requeued(cluster: Path)
     assert (code, scontrol) == (0, "")
 
 
+def test_a_job_that_failed_when_its_time_was_up_is_not_requeued(cluster: Path) -> None:
+    code, scontrol, _ = signalled(cluster, signal.SIGUSR1, FAKE_CODE="1")
+    assert (code, scontrol) == (1, "")
+
+
 def test_a_job_that_slurm_ends_is_not_requeued_by_us(cluster: Path) -> None:
     code, scontrol, scancel = signalled(cluster, signal.SIGTERM)
-    assert (code, scontrol, scancel) == (1, "", "")
+    assert (code, scontrol, scancel) == (75, "show job 1234\n", "")
