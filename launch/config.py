@@ -114,7 +114,6 @@ class Config:
 # without values: all but the default.
 UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("parallel.reconfigure", ()),
-    ("checkpoint.async_save", (True,)),
     ("run.watchdog_s", ()),
     ("run.wandb", ("online", "offline")),
 )

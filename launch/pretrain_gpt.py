@@ -26,7 +26,7 @@ from launch.record import Recorder
 from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
-from launch.state import Position, find_checkpoint, restore, save_state
+from launch.state import Position, find_checkpoint, open_saver, restore, save_state
 from launch.tracing import TraceFiles
 from launch.world import world_from_env
 from megalite.errors import ConfigError
@@ -86,6 +86,7 @@ def run(
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     training = recorded(training, position.step)
+    saver = open_saver(training, checkpoints, share)
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
         "seq_length": cfg.model.seq_length,
@@ -113,9 +114,11 @@ def run(
             stops = recorder.stop_asked and step < last
             due = is_due(step, cfg.checkpoint.every, last)
             if due or stops or step == cfg.run.stop_at:
-                path = save_state(training, recorder.position(), checkpoints, share)
-                recorder.event("save", step=step, path=str(path))
+                save_state(training, recorder.position(), saver)
+            recorder.saves(saver.finished())
             if stops:
+                saver.wait()
+                recorder.saves(saver.finished(), last=True)
                 recorder.say(f"stopped on request after step {step}")
                 recorder.event("stop", step=step)
                 training.control.mark_stopped()
@@ -125,6 +128,8 @@ def run(
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
             recorder.resume_clock()
+        saver.wait()
+        recorder.saves(saver.finished(), last=True)
         if cfg.train.eval_every and last == cfg.train.steps:
             start, vocab = [tokenizer.eod], tokenizer.vocab_size
             text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))

@@ -16,6 +16,8 @@ from launch.progress import Progress
 from launch.run_dir import write_run_dir
 from launch.state import Position, Share
 from launch.tracking import Tracker
+from megalite.checkpoint.background import Saved
+from megalite.errors import CheckpointError
 from megalite.mesh import Mesh
 from megalite.metrics import (
     EvalRecord,
@@ -60,6 +62,7 @@ class Recorder:
         self._files: tuple[MetricsLog, EventLog] | None = None
         self._tracker: Tracker | None = None
         self._progress = Progress(cfg.train.steps, mesh.rank)
+        self._save_error: CheckpointError | None = None
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
             write_run_dir(cfg, data, plan)
@@ -104,6 +107,29 @@ class Recorder:
     def resume_clock(self) -> None:
         """What happened since the last step is not to count as time of the next."""
         self._since = time.perf_counter()
+
+    def saves(self, ended: list[Saved], last: bool = False) -> None:
+        """Say how saves went. The run goes on without one that failed.
+
+        Args:
+            last: no step follows.
+        Raises:
+            CheckpointError: the last of them failed, and no step follows.
+        """
+        for saved in ended:
+            self._save_error = saved.error
+            told = {"step": saved.step, "path": str(saved.path)}
+            if saved.error is None:
+                times = {"seconds": saved.seconds, "stalled_s": saved.stalled_s}
+                self.event("save", **told, **times)
+            else:
+                self.event("save_failed", **told, problem=str(saved.error))
+                self.say(f"the checkpoint of step {saved.step} failed: {saved.error}")
+            if saved.warning:
+                self.event("save_warning", **told, problem=saved.warning)
+                self.say(saved.warning)
+        if last and self._save_error is not None:
+            raise self._save_error
 
     def event(self, name: str, **fields: Any) -> None:
         if self._files:

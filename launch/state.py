@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.build import Training
-from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint, prune
-from megalite.checkpoint.save import save
+from megalite.checkpoint.background import Saver
+from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint
 from megalite.errors import CheckpointError, ConfigError
 from megalite.slices import Piece
 
@@ -36,30 +36,32 @@ def state_pieces(training: Training, share: bool = False) -> Iterator[Piece]:
     yield from training.optimizer.pieces(share)
 
 
-def save_state(training: Training, position: Position, directory: Path, share: Share) -> Path:
-    """Write a checkpoint of this position and remove those that are no longer kept; collective.
-
-    Every replica writes its share, with and without ZeRO-1: more disks, and less for each.
-    """
-    cfg, mesh = training.cfg, training.mesh
-    extra = {
-        "position": asdict(position),
-        "layout": str(mesh.shape),
-        "model": asdict(cfg.model),
-        "loss_scale": training.loss_scale.state() if training.loss_scale else None,
-    }
-    path = save(
+def open_saver(training: Training, directory: Path, share: Share) -> Saver:
+    """What writes the checkpoints of this layout, as ``checkpoint`` says."""
+    cfg, mesh = training.cfg.checkpoint, training.mesh
+    return Saver(
         directory,
-        position.step,
-        state_pieces(training, share=True),
-        extra,
         rank=mesh.rank,
         world_size=mesh.shape.world_size,
         share=share,
+        background=cfg.async_save,
+        keep=cfg.keep,
+        keep_every=cfg.keep_every,
     )
-    if mesh.rank == 0:
-        prune(directory, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
-    return path
+
+
+def save_state(training: Training, position: Position, saver: Saver) -> None:
+    """Write a checkpoint of this position, or begin to; collective.
+
+    Every replica writes its share, with and without ZeRO-1: more disks, and less for each.
+    """
+    extra = {
+        "position": asdict(position),
+        "layout": str(training.mesh.shape),
+        "model": asdict(training.cfg.model),
+        "loss_scale": training.loss_scale.state() if training.loss_scale else None,
+    }
+    saver.save(position.step, state_pieces(training, share=True), extra)
 
 
 def find_checkpoint(training: Training, directory: Path, share: Share) -> Checkpoint | None:

@@ -40,7 +40,10 @@ PRELOAD: tuple[str, ...] = (
     "torch._dynamo",  # which the first optimizer would import, 1.2 s a rank
     "hypothesis",
     "pytest",
-    "megalite.mesh",
+    "launch.pretrain_gpt",  # with what it imports late
+    "sentencepiece",
+    "typeguard",
+    "tyro.constructors",
     "tests.counting",
     "tests.nccl_rules",
 )
@@ -72,6 +75,7 @@ class _Job:
     file: str
     sys_path: list[str]
     full_exit: bool
+    wants_exits: bool
     payload: bytes = field(repr=False)
 
 
@@ -102,23 +106,19 @@ def run_ranks(
     Raises:
         RankError: with the first true error of any rank. Groups left open are an error.
     """
-    module = sys.modules[body.__module__]
-    if "<" in body.__qualname__ or body.__module__ == "__main__":
-        raise TypeError(f"{body.__qualname__} must be a function of a module: ranks import it")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = _Job(
+        job = _make_job(
+            folder,
+            body,
+            args,
             world_size=world_size,
             transport=transport,
             timeout_s=timeout_s,
             group_timeout_s=group_timeout_s,
-            folder=folder,
-            module=module.__name__,
-            file=str(module.__file__),
-            sys_path=sys.path,
             full_exit=full_exit,
-            payload=pickle.dumps((body, args, list(warnings.filters))),
         )
         problem = _server().run(job)
+        assert not isinstance(problem, dict)
         logs = [_read(Path(folder, f"log{rank}")) for rank in range(world_size)]
         if problem is None and silent and any(logs):
             problem = "a rank was to be silent"
@@ -131,7 +131,63 @@ def run_ranks(
         ]
 
 
+def run_exits(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> tuple[list[int], list[str]]:
+    """``body(rank, *args)`` on processes that end as it likes; for whole programs.
+
+    Nothing is joined. Warnings are no errors. At the first exit code that is not 0 the others are
+    ended, as a launcher does.
+
+    Returns:
+        The exit codes (negative: a signal) and the outputs in the order of ranks.
+    Raises:
+        RankError: if they do not end within ``timeout_s``.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = _make_job(
+            folder,
+            body,
+            args,
+            world_size=world_size,
+            transport="none",
+            timeout_s=timeout_s,
+            full_exit=True,
+            wants_exits=True,
+        )
+        codes = _server().run(job)
+        logs = [_read(Path(folder, f"log{rank}")) for rank in range(world_size)]
+        if not isinstance(codes, dict):
+            raise RankError(f"{codes}" + "".join(map(_output, range(world_size), logs)))
+        return [codes[rank] for rank in range(world_size)], logs
+
+
 # --- the caller's side -------------------------------------------------------------------------
+
+
+def _make_job(
+    folder: str,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    wants_exits: bool = False,
+    group_timeout_s: float = 20.0,
+    **options: Any,
+) -> _Job:
+    module = sys.modules[body.__module__]
+    if "<" in body.__qualname__ or body.__module__ == "__main__":
+        raise TypeError(f"{body.__qualname__} must be a function of a module: ranks import it")
+    filters = [] if wants_exits else list(warnings.filters)
+    return _Job(
+        folder=folder,
+        module=module.__name__,
+        file=str(module.__file__),
+        sys_path=sys.path,
+        group_timeout_s=group_timeout_s,
+        wants_exits=wants_exits,
+        payload=pickle.dumps((body, args, filters)),
+        **options,
+    )
 
 
 class _Server:
@@ -152,8 +208,8 @@ class _Server:
         )
         theirs.close()
 
-    def run(self, job: _Job) -> str | None:
-        """None if every rank has left a result, else what went wrong."""
+    def run(self, job: _Job) -> str | dict[int, int] | None:
+        """None if every rank has left a result, else what went wrong; or the exit codes."""
         try:
             self.pipe.send(job)
             if not self.pipe.poll(job.timeout_s + 60.0):
@@ -221,7 +277,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _run_job(job: _Job, pipe: Connection) -> str | None:
+def _run_job(job: _Job, pipe: Connection) -> str | dict[int, int] | None:
     sys.path[:] = job.sys_path
     _import(job.module, job.file)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
@@ -250,7 +306,7 @@ def _import(name: str, file: str) -> None:
     spec.loader.exec_module(module)
 
 
-def _watch(job: _Job, pids: dict[int, int]) -> str | None:
+def _watch(job: _Job, pids: dict[int, int]) -> str | dict[int, int] | None:
     """Wait for all ranks; at the first failure or the time limit, end them all and report."""
     deadline = time.monotonic() + job.timeout_s
     living = {os.pidfd_open(pid): pid for pid in pids}
@@ -273,6 +329,8 @@ def _watch(job: _Job, pids: dict[int, int]) -> str | None:
             os.waitpid(pid, 0)
         for pidfd in living:
             os.close(pidfd)
+    if job.wants_exits and not hung:
+        return {rank: codes.get(rank, -signal.SIGKILL) for rank in pids.values()}
     return _report(job, codes, hung)
 
 
@@ -342,7 +400,9 @@ def _be_rank(job: _Job, rank: int, listener: socket.socket, server: int) -> NoRe
         with _TRANSPORTS[job.transport](job, rank, listener) as transport:
             result = pickle.dumps(body(transport, *args))
         (folder / f"result{rank}").write_bytes(result)
-    except BaseException:
+    except BaseException as error:
+        if job.wants_exits and isinstance(error, SystemExit):
+            raise
         when = time.monotonic()
         (folder / f"error{rank}").write_text(f"{when}\n{traceback.format_exc()}")
         sys.stdout.flush()

@@ -39,6 +39,7 @@ from megalite.checkpoint.piece import inside
 from megalite.errors import CheckpointError
 from megalite.slices import Piece
 
+MAX_FILE_BYTES = 4 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(tmp|trash|old)")
 
@@ -52,7 +53,7 @@ def save(
     rank: int = 0,
     world_size: int = 1,
     share: Share = alone,
-    max_file_bytes: int = 4 << 30,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write ``directory/step_XXXXXXXX``; collective over ``share``. Returns its path.
 
@@ -67,9 +68,9 @@ def save(
     final = directory / f"step_{step:08d}"
     tmp = directory / f"{final.name}.tmp"
     try:
-        together(share, lambda: _prepare(tmp) if rank == 0 else None)
-        together(share, lambda: _write_part(tmp, rank, step, pieces, max_file_bytes))
-        together(share, lambda: _commit(tmp, final, world_size, extra) if rank == 0 else None)
+        together(share, lambda: prepare(tmp) if rank == 0 else None)
+        together(share, lambda: write_part(tmp, rank, step, pieces, max_file_bytes))
+        together(share, lambda: commit(tmp, final, world_size, extra) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -97,7 +98,8 @@ def clean(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def _prepare(tmp: Path) -> None:
+def prepare(tmp: Path) -> None:
+    """Make the directory into which all ranks write, and remove what earlier saves left."""
     with naming(tmp.parent):
         tmp.parent.mkdir(parents=True, exist_ok=True)
         clean(tmp.parent)
@@ -108,9 +110,10 @@ def _part(tmp: Path, rank: int) -> Path:
     return tmp / f"rank_{rank:05d}.json"
 
 
-def _write_part(
+def write_part(
     tmp: Path, rank: int, step: int, pieces: Iterable[Piece], max_file_bytes: int
 ) -> None:
+    """Write this rank's files, then its part of the manifest."""
     part = Manifest(step)
     owned = [piece for piece in pieces if piece.owner]
     for piece in owned:
@@ -216,7 +219,8 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _commit(tmp: Path, final: Path, world_size: int, extra: Mapping[str, Any]) -> None:
+def commit(tmp: Path, final: Path, world_size: int, extra: Mapping[str, Any]) -> None:
+    """Join the parts of all ranks, prove that every tensor is whole, and give it its name."""
     parts = [_part(tmp, rank) for rank in range(world_size)]
     whole = Manifest(int(final.name.removeprefix("step_")), extra=dict(extra))
     for path in parts:

@@ -352,14 +352,14 @@ def test_a_rank_that_wrote_elsewhere_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as on a file system that the nodes do not share
-    real = save_module._write_part
+    real = save_module.write_part
 
     def write_part(tmp: Path, rank: int, *args: Any) -> None:
         local = tmp if rank == 0 else tmp_path / "other node"
         local.mkdir(exist_ok=True)
         real(local, rank, *args)
 
-    monkeypatch.setattr(save_module, "_write_part", write_part)
+    monkeypatch.setattr(save_module, "write_part", write_part)
     with pytest.raises(CheckpointError, match=r"rank_00001.json: No such file"):
         save_job(tmp_path / "job", 1, [[], []])
 

@@ -1,14 +1,18 @@
-"""Runs the project's commands as a user does, in processes of their own."""
+"""Runs the project's commands: as a user does, or in processes that have torch imported."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import run_exits
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "launch/pretrain_gpt.py"
@@ -19,6 +23,9 @@ SMALL = [
     *("--train.micro_batch_size", "1", "--train.dtype", "fp64", "--train.eval_every", "0"),
     *("--checkpoint.every", "0", "--run.wandb", "disabled"),
 ]
+
+
+Change = Callable[[], object]
 
 
 @dataclass
@@ -53,10 +60,56 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *module]
 
 
-def train(ranks: int, run_dir: Path, *flags: str, timeout_s: float = 120, **env: str) -> Result:
-    """The small model's training, in fp64, without evaluation, checkpoints and wandb."""
-    command = [*launcher(ranks), TRAIN, *TINY, *SMALL, "--run.dir", str(run_dir)]
-    return run([*command, *flags], timeout_s, **env)
+def train(
+    ranks: int,
+    run_dir: Path,
+    *flags: str,
+    timeout_s: float = 120,
+    as_user: bool = False,
+    **env: str,
+) -> Result:
+    """The small model's training, in fp64, without evaluation, checkpoints and wandb.
+
+    Args:
+        as_user: start it with the command that a user types, which takes seconds of imports a
+            rank. Else its processes are forked from one that has imported all, where torchrun's
+            variables are set and there is no agent.
+        env: further variables, for a command that a user types.
+    """
+    words = [*TINY, *SMALL, "--run.dir", str(run_dir), *flags]
+    if as_user or env:
+        return run([*launcher(ranks), TRAIN, *words], timeout_s, **env)
+    return forked(ranks, words, timeout_s)
+
+
+def forked(
+    ranks: int, words: list[str], timeout_s: float = 120, change: Change | None = None
+) -> Result:
+    """The training in processes forked from one that has imported all.
+
+    Args:
+        change: is called in each process before the training begins.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    codes, outputs = run_exits(ranks, be_pretrain, ranks, port, words, change, timeout_s=timeout_s)
+    return Result(next(filter(None, codes), 0), "".join(outputs))
+
+
+def be_pretrain(rank: int, ranks: int, port: int, words: list[str], change: Change | None) -> None:
+    """One process of the training, started by something like torchrun."""
+    os.chdir(ROOT)
+    sys.argv = [TRAIN, *words]
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.pretrain_gpt import main
+
+    if change is not None:
+        change()
+    main(words)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.command import SMALL, TINY, Result, launcher, metrics, run, train
+from launch import pretrain_gpt
+from tests.launch.command import SMALL, TINY, Result, forked, metrics, train
+from tests.resilience.plant import plant
 
 LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2"]
 HIT = {"rank": 2, "step": 3, "microbatch": 0, "layer": "layers.2", "way": "F", "times": 1}
 PLACE = "rank 2 (stage 1): the output of layers.2, microbatch 0"
 
 
-def planted(run_dir: Path, plant: dict[str, Any], *flags: str) -> Result:
+def planted(run_dir: Path, wanted: dict[str, Any], *flags: str) -> Result:
     """Four ranks, tp 2 x pp 2, of which one is hit."""
-    script = ["tests/launch/planting.py", *TINY, *SMALL, "--run.dir", str(run_dir)]
-    layout = [*LAYOUT, "--train.steps", "6", *flags]
-    return run([*launcher(4), *script, *layout], PLANT=json.dumps(plant))
+    words = [*TINY, *SMALL, "--run.dir", str(run_dir), *LAYOUT, "--train.steps", "6", *flags]
+    return forked(4, words, change=partial(let_be_hit, wanted))
+
+
+def let_be_hit(wanted: dict[str, Any]) -> None:
+    """Have a layer's output or gradient become infinite on one rank of this training."""
+    step_of = pretrain_gpt.train_step
+    kind = {k: wanted[k] for k in ("layer", "microbatch", "way", "times")}
+
+    def hit(training: Any, loader: Any, recorder: Any, step: int) -> None:
+        if (step, training.mesh.rank) != (wanted["step"], wanted["rank"]):
+            return step_of(training, loader, recorder, step)
+        hooked = plant(training, **kind)
+        step_of(training, loader, recorder, step)
+        hooked.remove()
+
+    pretrain_gpt.train_step = hit
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -89,8 +106,7 @@ def test_fp16_trains_and_keeps_its_scale_over_a_resume(tmp_path: Path) -> None:
         "2",
     ]
     flags += ["--checkpoint.every", "2"]
-    plant = {**HIT, "way": "B"}
-    done = planted(tmp_path, plant, *flags, "--run.stop_at", "4")
+    done = planted(tmp_path, {**HIT, "way": "B"}, *flags, "--run.stop_at", "4")
     assert done.code == 0, done.output
     assert "step 3 skipped: an overflow, the loss scale is now 64" in done.output
     again = train(2, tmp_path, "--train.steps", "6", *flags)

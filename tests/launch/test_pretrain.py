@@ -56,23 +56,29 @@ def test_a_three_dimensional_run_writes_the_lines_of_one_process(
 
 
 def test_lines_that_differ_are_seen(alone: Path, tmp_path: Path) -> None:
-    done = train(1, tmp_path, "--train.steps", "50", "--train.seed", "7")
+    other, start = tmp_path / "other", tmp_path / "start"
+    flags = ["--train.steps", "50", "--run.stop_at", "2"]
+    done = train(1, other, *flags, "--train.seed", "7")
     assert done.code == 0, done.output
+    start.mkdir()
+    lines = (alone / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (start / "metrics.jsonl").write_text("".join(lines[:2]))
     with pytest.raises(AssertionError, match="step 1: loss"):
-        assert_same_lines(tmp_path, alone)
+        assert_same_lines(other, start)
 
 
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     alone: Path, tmp_path: Path
 ) -> None:
     steps = ["--train.steps", "50", "--checkpoint.every", "10"]
-    first = train(4, tmp_path, *steps, *THREE_D[:4], "--run.stop_at", "10")
+    behind = ["--checkpoint.async_save", "True"]
+    first = train(4, tmp_path, *steps, *THREE_D[:4], "--run.stop_at", "10", *behind)
     assert first.code == 0, first.output
     assert len(metrics(tmp_path)) == 10
     # The lines of steps after the checkpoint, as a killed run leaves them, must not stand twice.
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 0}\n{"step": 12, "lo')
-    second = train(4, tmp_path, *steps, "--parallel.pp", "4")
+    second = train(4, tmp_path, *steps, "--parallel.pp", "4", *behind)
     assert second.code == 0, second.output
     assert "taking up" in second.output and "going on from" in second.output
     assert_same_lines(tmp_path, alone)
@@ -116,7 +122,7 @@ def test_dropout_documents_and_recompute_go_on_in_another_layout(tmp_path: Path)
 def test_bf16_trains_evaluates_and_samples(tmp_path: Path) -> None:
     flags = ["--train.dtype", "bf16", "--train.steps", "3", "--train.eval_every", "2"]
     flags += ["--parallel.pp", "2", "--parallel.zero1", "True"]
-    done = train(4, tmp_path, *flags, "--train.eval_batches", "1")
+    done = train(4, tmp_path, *flags, "--train.eval_batches", "1", as_user=True)
     assert done.code == 0, done.output
     assert done.output.count("held-out loss") == 2
     assert "sampled from the model" in done.output
@@ -152,7 +158,7 @@ def test_a_bad_input_is_one_clear_error_and_nothing_is_written(
 
 def test_under_torchrun_the_message_stands_once_among_the_last_lines(tmp_path: Path) -> None:
     began = time.monotonic()
-    done = train(4, tmp_path / "run", "--parallel.tp", "3", "--train.steps", "2")
+    done = train(4, tmp_path / "run", "--parallel.tp", "3", "--train.steps", "2", as_user=True)
     assert done.code != 0 and time.monotonic() - began < 30
     message = "world size 4 is not tp=3"
     assert done.output.count(message) == 1, done.output
@@ -206,7 +212,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error_last(tmp_path: Path)
 
 
 def test_a_clean_run_leaves_no_process_and_says_nothing_alarming(tmp_path: Path) -> None:
-    done = train(2, tmp_path / "run", "--train.steps", "2", "--parallel.tp", "2")
+    flags = ["--train.steps", "2", "--parallel.tp", "2"]
+    done = train(2, tmp_path / "run", *flags, as_user=True)
     assert done.code == 0, done.output
     for word in ("warn", "Traceback", "terminate", "leaked", "destroy"):
         assert word not in done.output, done.output

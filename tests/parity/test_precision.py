@@ -165,8 +165,21 @@ def test_plain_data_parallelism_needs_the_bound(dtype: Half) -> None:
     assert BOUND[dtype] / 10 < plain(dtype) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("cases", by_turn(2))
+def halves_by_turn(most: int) -> list[Any]:
+    """Both dtypes for each part of the matrix; of the day's, one is always run."""
+    return [
+        pytest.param(
+            *param.values,
+            dtype,
+            marks=param.marks if (turn + nth) % 2 else [pytest.mark.full],
+            id=f"{param.id}-{dtype}",
+        )
+        for turn, param in enumerate(by_turn(most))
+        for nth, dtype in enumerate(BOUND)
+    ]
+
+
+@pytest.mark.parametrize(("cases", "dtype"), halves_by_turn(2))
 def test_half_precision_stays_within_the_bound(cases: tuple[Case, ...], dtype: Half) -> None:
     found = [pair for group in grouped(cases) for pair in deviations(group, dtype)]
     for size, case in found:

@@ -54,12 +54,12 @@ def runs(transport: Transport, cfgs: list[Config]) -> list[Run]:
 
 
 GPT2_257 = replace(GPT2, vocab_size=257)
-CASES: list[tuple[int, GPTConfig, dict[str, Any], str]] = [
+CASES: list[Any] = [
     (2, GPT2, {}, "gloo"),
     (2, LLAMA, {}, "nccl_rules"),
     (4, GPT2, {"tp": 2, **SP}, "gloo"),
     (4, GPT2, {"pp": 2}, "nccl_rules"),
-    (8, LLAMA, {"tp": 4, **SP}, "gloo"),
+    pytest.param(8, LLAMA, {"tp": 4, **SP}, "gloo", marks=pytest.mark.full),
     (8, GPT2_257, {"tp": 2, "pp": 2, **SP, **V, "schedule": "zb_v"}, "nccl_rules"),
 ]
 

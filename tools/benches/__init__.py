@@ -10,6 +10,7 @@ from megalite.errors import ConfigError
 from tools.benches.rows import Row
 
 BENCHES: dict[str, str] = {
+    "checkpoint": "tools.benches.checkpoint",
     "gpu": "tools.benches.gpu",
     "layouts": "tools.benches.layouts",
     "pipeline": "tools.benches.pipeline",

@@ -17,12 +17,16 @@ HEAD_START_S = 0.02
 
 
 def time_in_turn(
-    world: Axis, contestants: Mapping[str, Contestant], repetitions: int
+    world: Axis,
+    contestants: Mapping[str, Contestant],
+    repetitions: int,
+    before: Contestant = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds from a common start to this rank's end, by contestant and repetition.
 
     Each repetition runs every contestant once, beginning with another one each time; one more
-    goes before that is not counted. All ranks of ``world`` call this with the same names.
+    goes before that is not counted. All ranks of ``world`` call this with the same names, and
+    each calls ``before`` ahead of every start.
     """
     names = list(contestants)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -30,6 +34,7 @@ def time_in_turn(
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
+            before()
             start = _common_start(world)
             contestants[name]()
             if repetition >= 0:
