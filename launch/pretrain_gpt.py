@@ -28,12 +28,14 @@ from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, open_saver, restore, save_state
 from launch.tracing import TraceFiles
+from launch.watching import Watching
 from launch.world import world_from_env
 from megalite.errors import ConfigError
 from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
+from megalite.place import Phase
 from megalite.resilience.stop import Control
 
 
@@ -82,7 +84,9 @@ def run(
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
     cfg, plan, profile = resolve(cfg, mesh)
-    training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod)
+    watching = Watching(cfg, mesh, plan, share)
+    place = watching.place
+    training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod, place=place)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()
     training = recorded(training, position.step)
@@ -98,7 +102,7 @@ def run(
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
     figures = Figures(cfg, mesh, training.plan, training.trace)
     recorder = Recorder(cfg, mesh, plan, position, figures, train_data, training.watch, share)
-    with recorder, loader, TraceFiles(training) as traces:
+    with watching, recorder, loader, TraceFiles(training) as traces:
         recorder.say(describe(training))
         if profile:
             recorder.say(profile.profile())
@@ -107,6 +111,7 @@ def run(
             recorder.say(f"going on from {found.path}")
         for step in range(position.step + 1, last + 1):
             train_step(training, loader, recorder, step)
+            place.at(Phase.BETWEEN)
             traces.after_step()
             training.control.stepped(step)
             if profile and step == min(position.step + TIMED_STEPS, last):
@@ -114,9 +119,11 @@ def run(
             stops = recorder.stop_asked and step < last
             due = is_due(step, cfg.checkpoint.every, last)
             if due or stops or step == cfg.run.stop_at:
+                place.at(Phase.SAVE)
                 save_state(training, recorder.position(), saver)
             recorder.saves(saver.finished())
             if stops:
+                place.at(Phase.SAVE)
                 saver.wait()
                 recorder.saves(saver.finished(), last=True)
                 recorder.say(f"stopped on request after step {step}")
@@ -124,22 +131,27 @@ def run(
                 training.control.mark_stopped()
                 return
             if is_due(step, cfg.train.eval_every, last):
+                place.at(Phase.EVALUATION)
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
             recorder.resume_clock()
+        place.at(Phase.SAVE)
         saver.wait()
         recorder.saves(saver.finished(), last=True)
+        place.at(Phase.SAMPLING)
         if cfg.train.eval_every and last == cfg.train.steps:
             start, vocab = [tokenizer.eod], tokenizer.vocab_size
             text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))
             recorder.say(f"\nsampled from the model:\n\n{text}\n")
         recorder.say(f"files of this run: {cfg.run.dir}")
+        place.at(Phase.END)
 
 
 def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step: int) -> None:
     """Step number ``step`` (from 1); nothing in it waits for the device."""
-    trace = training.trace
+    trace, place = training.trace, training.place
+    place.step(step)
     with trace.step(step):
         with trace.span("data"):
             batch = to_device(loader.batch(step - 1), training.mesh.device)
@@ -149,6 +161,7 @@ def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step
                 batch.samples = samples.to(training.mesh.device, non_blocking=True)
         lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
         totals = training.step(batch, lr)
+        place.at(Phase.RECORD)
         with trace.span("record"):
             recorder.step(step, lr, totals)
 

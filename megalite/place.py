@@ -1,6 +1,6 @@
 """Where a rank is, for those who look from outside: a few words of memory, written as it goes.
 
-A mark is four words and a clock's reading, without a system call: under a microsecond. The memory
+A mark is a few words and a clock's reading, without a system call: under a microsecond. The memory
 may be a file's, which another process maps: it then reads where a rank stands also when that is
 stopped or dead.
 """
@@ -38,11 +38,11 @@ class Phase(IntEnum):
     END = 12
 
 
-# A word: phase, action's op, whether it waits, stage + 1, microbatch + 1.
+# A word: phase, action's op, whether it waits, whether a step is done, stage + 1, microbatch + 1.
 _OPS = {op: n << 52 for n, op in enumerate(Op, 1)}
 _OP_OF = dict(enumerate(Op, 1))
 _PHASE_AT, _OP_AT, _STAGE_AT = 56, 52, 24
-_WAITS, _LOW = 1 << 51, (1 << 24) - 1
+_WAITS, _SETTLED, _LOW = 1 << 51, 1 << 50, (1 << 24) - 1
 _ACTING = {Phase.EVALUATION, Phase.SAMPLING}
 
 
@@ -86,6 +86,11 @@ class Reading:
     since: float
     count: int
 
+    @property
+    def settled(self) -> bool:
+        """Whether the rank has made a step since its start."""
+        return bool(self.word & _SETTLED)
+
     @classmethod
     def of(cls, words: memoryview) -> Reading:
         """Read a slot while its rank goes on; never a mixture of two marks of a slow rank."""
@@ -108,33 +113,35 @@ class Place:
     def __init__(self, memory: Any = None) -> None:
         memory = bytearray(SLOT_BYTES) if memory is None else memory
         self._words = memoryview(memory).cast("B").cast("q")
-        self._step = self._count = self._now = 0
+        self._step = self._count = self._now = self._settled = 0
+        self._begun = False
         self.at(Phase.START)
 
     def step(self, number: int) -> None:
         """A step of training begins: with its data."""
         self._step, self._count = number, 0
+        self._settled, self._begun = (_SETTLED if self._begun else 0), True
         self.at(Phase.DATA)
 
     def at(self, phase: Phase) -> None:
         """This rank has come to a phase."""
         self._acts = phase if phase in _ACTING else Phase.ACTIONS
-        self._base = (self._acts << _PHASE_AT) + (1 << _STAGE_AT) + 1
-        self._mark(self._step, phase << _PHASE_AT)
+        self._base = (self._acts << _PHASE_AT) + self._settled + (1 << _STAGE_AT) + 1
+        self._mark((phase << _PHASE_AT) + self._settled)
 
     def act(self, action: Action) -> None:
         """An action begins."""
         op, stage = _OPS[action.op], action.stage << _STAGE_AT
         self._now = now = self._base + op + stage + action.microbatch
-        self._mark(self._step, now)
+        self._mark(now)
 
     def wait(self) -> None:
         """The action that has begun waits for a message from now on."""
-        self._mark(self._step, self._now | _WAITS)
+        self._mark(self._now | _WAITS)
 
     def go_on(self) -> None:
         """The message of the action has come."""
-        self._mark(self._step, self._now)
+        self._mark(self._now)
 
     def acted(self) -> None:
         """The actions are done."""
@@ -143,9 +150,12 @@ class Place:
     def close(self) -> None:
         """No more is marked."""
 
-    def _mark(self, step: int, word: int) -> None:
-        words = self._words
+    def _mark(self, word: int) -> None:
         self._count = count = self._count + 1
+        self._write(self._step, word, count)
+
+    def _write(self, step: int, word: int, count: int) -> None:
+        words = self._words
         words[_SINCE] = time.monotonic_ns()
         words[_STEP] = step
         words[_WHERE] = word
@@ -171,7 +181,7 @@ class DevicePlace(Place):
 
     def __init__(self, clock: Marks, memory: Any = None, period_s: float = 0.1) -> None:
         self._clock = clock
-        self._ahead: deque[tuple[Any, int, int]] = deque()
+        self._ahead: deque[tuple[Any, int, int, int]] = deque()
         self._closed = threading.Event()
         super().__init__(memory)
         if period_s:
@@ -185,13 +195,13 @@ class DevicePlace(Place):
         while self._ahead and self._clock.done(self._ahead[0][0]):
             passed = self._ahead.popleft()
         if passed is not None:
-            super()._mark(*passed[1:])
+            super()._write(*passed[1:])
 
     def close(self) -> None:
         self._closed.set()
 
-    def _mark(self, step: int, word: int) -> None:
-        self._ahead.append((self._clock.mark(), step, word))
+    def _write(self, step: int, word: int, count: int) -> None:
+        self._ahead.append((self._clock.mark(), step, word, count))
 
     def _keep_following(self, period_s: float) -> None:
         while not self._closed.wait(period_s):

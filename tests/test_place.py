@@ -53,7 +53,7 @@ def test_marks_go_through_the_phases_of_a_step_and_are_counted_in_it() -> None:
         assert where(slot) == Where(Phase.REDUCTION)
         place.at(Phase.TOTALS)
         reading = Reading.of(words)
-        assert (reading.step, reading.count) == (step, 4)
+        assert (reading.step, reading.count, reading.settled) == (step, 4, step == 8)
         assert 0 <= time.monotonic() - reading.since < 60
     place.at(Phase.EVALUATION)
     place.act(Action(Op.FORWARD, 0, 0))
@@ -107,7 +107,11 @@ def test_on_a_device_a_mark_counts_when_the_device_has_come_there() -> None:
     place.at(Phase.TOTALS)
     place.follow()
     assert where(slot).phase is Phase.ACTIONS
-    assert Reading.of(memoryview(slot).cast("q")).step == 1
+    place.step(2)
+    device.passed = device.marks
+    place.follow()
+    reading = Reading.of(memoryview(slot).cast("q"))
+    assert (reading.step, reading.count) == (2, 1), "marks are counted, not readings"
 
 
 def test_a_thread_follows_the_device_until_it_is_closed() -> None:

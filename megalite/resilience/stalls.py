@@ -51,7 +51,7 @@ _PHASES = {
 # Where the other end of a message stands, in stages; of a computation, that for which it waits.
 _SENDER = {Op.FORWARD: -1, Op.BACKWARD: 1, Op.INPUT_GRAD: 1}
 _TAKER = {Op.WAIT_F: 1, Op.WAIT_B: -1}
-_ALONE = {Phase.ACTIONS, Phase.DATA, Phase.OPTIMIZER}
+_OWN = {Phase.ACTIONS, Phase.DATA, Phase.OPTIMIZER, Phase.REDUCTION}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Seen:
         state: of its process; ``wchan``: where in the kernel that is.
         stack: of its Python threads, as ``faulthandler`` writes it; empty: not asked, or no answer.
         unseen_s: how long ago this was seen.
+        settled: the rank has made a step since the start.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Seen:
     wchan: str = ""
     stack: str = ""
     unseen_s: float = 0.0
+    settled: bool = True
 
     @property
     def cannot_run(self) -> bool:
@@ -162,8 +164,26 @@ def peer_of(job: Job, rank: int, where: Where) -> int | None:
     return None if towards is None else job.holder(where.stage + towards, rank)
 
 
+def _in_all(seen: Seen) -> bool:
+    """Whether a rank is in a phase in which all meet all."""
+    return seen.where.op is None and seen.where.phase not in _OWN and not seen.cannot_run
+
+
+def edges_of(job: Job, seen: Mapping[int, Seen]) -> dict[int, list[int]]:
+    """For whom each rank waits; where all meet, for those only that are the cause of it."""
+    edges = {r: blockers(job, seen, r) for r, s in seen.items() if not _in_all(s)}
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in sorted(set(seen) - set(edges)):
+        groups.setdefault(seen[rank].begun, []).append(rank)
+    for begun in sorted(groups):
+        behind = [r for r in sorted(seen) if seen[r].cannot_run or seen[r].begun < begun]
+        ends = [r for r in behind if not edges[r]]
+        edges |= dict.fromkeys(groups[begun], ends or behind)
+    return edges
+
+
 def blockers(job: Job, seen: Mapping[int, Seen], rank: int) -> list[int]:
-    """The ranks for which a rank waits, as far as can be told from where all stand."""
+    """The ranks of its axes for which a rank waits, as far as can be told from where all stand."""
     mine = seen[rank]
     if mine.cannot_run:
         return []
@@ -171,18 +191,15 @@ def blockers(job: Job, seen: Mapping[int, Seen], rank: int) -> list[int]:
     if peer is not None:
         return [peer] if peer in seen else []
     tp, dp = job.lines["tp"][rank], job.lines["dp"][rank]
-    if mine.where.phase in _ALONE or mine.where.op is not None:
+    if mine.where.phase is not Phase.REDUCTION:
         # It may wait for its tp group inside of an action, for weights from its replicas too.
         late = [r for r in tp if r in seen and _is_behind(seen[r], mine)]
         late += [r for r in dp if r in seen and seen[r].step < mine.step]
         dead = [r for r in {*tp, *dp} & set(seen) if seen[r].cannot_run]
         return sorted({*late, *dead})
-    members = set(seen)
-    if mine.where.phase is Phase.REDUCTION:
-        pp = job.lines["pp"][rank]
-        tie = {pp[0], pp[-1]} if job.tied and rank in (pp[0], pp[-1]) else set()
-        members = {*tp, *dp, *tie} & set(seen)
-    others = sorted(members - {rank})
+    pp = job.lines["pp"][rank]
+    tie = {pp[0], pp[-1]} if job.tied and rank in (pp[0], pp[-1]) else set()
+    others = sorted({*tp, *dp, *tie} & set(seen) - {rank})
     return [r for r in others if seen[r].cannot_run or seen[r].begun < mine.begun]
 
 
@@ -199,7 +216,7 @@ def find(job: Job, seen: Mapping[int, Seen], is_late: Callable[[Seen], bool]) ->
     Args:
         is_late: whether a rank is longer at its place than it should ever be.
     """
-    edges = {rank: blockers(job, seen, rank) for rank in seen}
+    edges = edges_of(job, seen)
     late = {rank for rank, s in seen.items() if is_late(s)}
     reached: Counter[int] = Counter()
     circles: set[int] = set()

@@ -154,6 +154,10 @@ def test_a_report_of_many_ranks_stays_short() -> None:
     assert stall is not None and stall.rank == 17
     assert len(stall.text.splitlines()) <= MOST_LINES
     assert max(map(len, stall.text.splitlines())) < 250
+    seen = [phase(Phase.TOTALS) if rank % 2 else s for rank, s in enumerate(seen)]
+    seen[17] = phase(Phase.REDUCTION, state="T")
+    stall = found(job, *seen)
+    assert stall is not None and stall.rank == 17 and len(stall.text.splitlines()) <= MOST_LINES
 
 
 def test_the_main_thread_of_a_stack_says_whether_it_waits() -> None:
