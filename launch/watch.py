@@ -41,6 +41,8 @@ LONG_S = {
     Phase.SAMPLING: 60.0,
 }
 """Beyond ``run.watchdog_s``, in phases that take long by nature."""
+END = signal.SIGRTMIN
+"""Ends the watchdog after a last word; signals that a launcher sends to a whole job do not."""
 _HUSH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STACK_BYTES = 20_000
 
@@ -82,14 +84,15 @@ class Rank:
         self.pid = pid
         self.reading = Reading(0, 0, time.monotonic(), 0)
         self.age_s = 0.0
+        self._slot, self._link = f"/proc/{pid}/fd/{slot}", ""
         self._words: memoryview | None = None
         self._asked, self._stack = (0, -1), ""
         try:
-            with open(f"/proc/{pid}/fd/{slot}", "rb") as file:
+            self._link = os.readlink(self._slot)
+            with open(self._slot, "rb") as file:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._words = memoryview(memory).cast("q")
             self._stacks = open(f"/proc/{pid}/fd/{stacks}", "rb", buffering=0)
-            self._handle = os.pidfd_open(pid)
         except OSError:  # it is gone
             self._words = None
 
@@ -118,7 +121,8 @@ class Rank:
         self._asked, self._stack = self._at, ""
         with suppress(OSError):
             self._stacks.seek(0, os.SEEK_END)
-            signal.pidfd_send_signal(self._handle, signal.SIGUSR2)
+            if os.readlink(self._slot) == self._link:  # else its number is another's by now
+                os.kill(self.pid, signal.SIGUSR2)
 
     def stack(self) -> str:
         """What has come since it was asked, at the place where it still is."""
@@ -130,7 +134,6 @@ class Rank:
     def close(self) -> None:
         if self._words is not None:
             self._stacks.close()
-            os.close(self._handle)
             self._words = None
 
     @property
@@ -268,6 +271,9 @@ class Watchdog:
         self._judge(stall, reports)
 
     def close(self) -> None:
+        """The ranks have come to their end, and so has a stall."""
+        if self._told is not None:
+            self._over(self._told)
         for rank in self.ranks.values():
             rank.close()
 
@@ -342,6 +348,7 @@ def event_writer(run_dir: str) -> Callable[[str, Mapping[str, Any]], None]:
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [END])
     for number in _HUSH:
         signal.signal(number, signal.SIG_IGN)
     spec = Spec(**json.load(sys.stdin))
@@ -350,9 +357,9 @@ def main() -> None:
     if os.getppid() != spec.parent:
         return
     watchdog = Watchdog(spec, show, event_writer(spec.run_dir))
-    while True:
-        time.sleep(watchdog.period_s)
+    while not signal.sigtimedwait([END], watchdog.period_s):
         watchdog.look()
+    watchdog.close()
 
 
 if __name__ == "__main__":

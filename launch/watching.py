@@ -40,10 +40,9 @@ class Watching:
         if not cfg.run.watchdog_s or not sys.platform.startswith("linux"):
             return
         # In memory, and read through /proc: whatever ends this process leaves nothing behind.
-        slot, stacks = os.memfd_create("megalite_place"), os.memfd_create("megalite_stacks")
-        self._files = slot, stacks
+        self._files = slot, stacks = _memory_file("place"), _memory_file("stacks")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-        os.truncate(slot, SLOT_BYTES)
+        os.posix_fallocate(slot, 0, SLOT_BYTES)
         clock, memory = clock_of(mesh.device), mmap.mmap(slot, SLOT_BYTES)
         host = isinstance(clock, HostClock)
         self.place = Place(memory) if host else DevicePlace(clock, memory)
@@ -78,12 +77,19 @@ class Watching:
             file.write(json.dumps(asdict(spec)).encode())
             file.seek(0)
             command = [sys.executable, "-S", "-E", watch.__file__]
-            self._process = subprocess.Popen(command, stdin=file)
+            try:
+                self._process = subprocess.Popen(command, stdin=file)
+            except OSError as error:  # no reason not to train
+                print(f"rank {world.rank}: no watchdog: {error}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.send_signal(watch.END)
+            try:
+                self._process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
             self._process = None
         if self._board is not None:
             self._board.close()
@@ -97,3 +103,11 @@ class Watching:
         self.place.at(Phase.END)
         self._end()
         self.place.close()
+
+
+def _memory_file(name: str) -> int:
+    """A file without a name; in memory where this Python knows how."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"megalite_{name}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
