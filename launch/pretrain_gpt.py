@@ -84,8 +84,9 @@ def run(
     """The whole run, in one mesh."""
     share, checkpoints = share_text(mesh), Path(cfg.run.dir, "checkpoints")
     cfg, plan, profile = resolve(cfg, mesh)
-    watching = Watching(cfg, mesh, plan, share)
+    watching = Watching(cfg.run.watchdog_s, mesh.device)
     place = watching.place
+    watching.start(cfg, mesh, plan, share)
     training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod, place=place)
     found = find_checkpoint(training, checkpoints, share)
     position = restore(training, found, share) if found else Position()

@@ -14,6 +14,8 @@ import time
 from dataclasses import asdict
 from types import TracebackType
 
+import torch
+
 from launch import watch
 from launch.config import Config
 from launch.state import Share
@@ -29,24 +31,23 @@ class Watching:
     """``place`` is where this rank notes what it is at, in memory that its node's watchdog reads.
 
     The first rank of each node starts one, which ends with it. With ``run.watchdog_s`` 0, and
-    elsewhere than on Linux, nobody looks. Collective over the mesh.
+    elsewhere than on Linux, nobody looks.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, plan: Plan, share: Share) -> None:
+    def __init__(self, watchdog_s: float, device: torch.device) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._board: watch.Board | None = None
         self._files: tuple[int, int] | None = None
         self.place = Place()
-        if not cfg.run.watchdog_s or not sys.platform.startswith("linux"):
+        if not watchdog_s or not sys.platform.startswith("linux"):
             return
         # In memory, and read through /proc: whatever ends this process leaves nothing behind.
         self._files = slot, stacks = _memory_file("place"), _memory_file("stacks")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         os.posix_fallocate(slot, 0, SLOT_BYTES)
-        clock, memory = clock_of(mesh.device), mmap.mmap(slot, SLOT_BYTES)
+        clock, memory = clock_of(device), mmap.mmap(slot, SLOT_BYTES)
         host = isinstance(clock, HostClock)
         self.place = Place(memory) if host else DevicePlace(clock, memory)
-        self.start(cfg, mesh, plan, share)
 
     def start(self, cfg: Config, mesh: Mesh, plan: Plan, share: Share) -> None:
         """Have the ranks watched in this layout, and no longer in another one; collective."""

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from launch import watch
-from launch.watch import FIRST_STEP_S, LONG_S, Pace, Spec, Watchdog
+from launch.watch import FIRST_STEP_S, LONG_S, Board, Pace, Spec, Watchdog
 from megalite.metrics import read_lines
 from megalite.place import SLOT_BYTES, Phase, Place, Where
-from megalite.resilience.stalls import Seen
+from megalite.resilience.stalls import UNSEEN, Seen
 from megalite.schedule.action import Action, Op
 from tests.launch.command import SMALL, TINY, Result, forked, launcher, metrics, run
 from tests.launch.stalling import Planted, planting
@@ -167,6 +167,35 @@ def test_the_first_step_and_long_phases_are_given_more_time() -> None:
     for phase, long_s in LONG_S.items():
         seen = Seen(9, Where(phase), 3, long_s + 9.0)
         assert not pace.is_late(seen) and pace.is_late(replace(seen, age_s=long_s + 11.0))
+
+
+def board(run_dir: Path, node: int, token: str = "a") -> Board:
+    axes = {"tp": 1, "pp": 2, "dp": 1, "order": ("pp", "dp", "tp")}
+    return Board(Spec(1, str(run_dir), token, 10.0, [0, 1], node, [], axes, [0, 1], False))
+
+
+def test_nodes_see_each_others_ranks_and_the_first_that_is_not_silent_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = board(tmp_path, 0), board(tmp_path, 1)
+    seen = Seen(5, F0, 3, 2.0, "D", "nfs_wait", "a stack", settled=False)
+    assert first.others() == ({}, True)
+    first.publish({0: seen}, 100.0)
+    second.publish({1: seen}, 100.0)
+    others, reports = first.others()
+    assert list(others) == [1] and reports
+    at_once = others[1]
+    assert replace(at_once, age_s=2.0, unseen_s=0.0) == seen and at_once.age_s < 10
+    assert second.others()[1] is False
+    assert board(tmp_path, 1, "b").others() == ({}, True), "of another start of the job"
+    later = time.time() + 44.0
+    monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: later))
+    others, reports = second.others()
+    assert reports and others[0].state == UNSEEN and 44 <= others[0].unseen_s < 60
+    first.close()
+    assert (tmp_path / "watch").exists()
+    second.close()
+    assert not (tmp_path / "watch").exists()
 
 
 class Clock:
