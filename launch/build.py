@@ -22,6 +22,7 @@ from megalite.optim.loss_scale import LossScale
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
 from megalite.pipeline.watched import stage_kind
+from megalite.place import Phase, Place
 from megalite.recompute import recomputed
 from megalite.resilience.finite import FiniteWatch
 from megalite.resilience.stop import Control
@@ -69,6 +70,7 @@ class Training:
     loss_scale: LossScale | None
     trace: Trace = field(default_factory=Trace)
     request: bool = False
+    place: Place = field(default_factory=Place)
     control: Control = field(default_factory=Control.of_worker)
 
     @property
@@ -81,6 +83,7 @@ class Training:
         self.reducer.zero(self.plan.num_microbatches)
         loss = self.executor.run(self.plan, batch, self.reducer)
         self.reducer.finish()
+        self.place.at(Phase.TOTALS)
         with self.trace.span("totals"):
             return step_totals(
                 self.flat,
@@ -107,6 +110,7 @@ class Training:
             if float(bad) > 0:
                 self.watch.keep()
                 totals = replace(self.gradients(batch), replays=1)
+        self.place.at(Phase.OPTIMIZER)
         with self.trace.span("optimizer"):
             self.optimizer.step(lr, totals.factor, totals.finite)
         if self.loss_scale:
@@ -169,16 +173,18 @@ def build(
     timed: bool = False,
     eod: int | None = None,
     fill: Fill | None = None,
+    place: Place | None = None,
 ) -> Training:
     """Plan, model with its initial weights, reducer and optimizer for this rank.
 
     Collective over the mesh (the channels of the pipeline are groups). ``timed`` stages note how
     long each of their passes takes. ``eod`` is the tokenizer's, for ``data.reset_at_document``.
     ``fill`` brings the state that the run has already: see ``hold``.
+    ``place`` is where the rank notes what it is at.
     """
     assert eod is not None or not cfg.data.reset_at_document, "no border between documents"
     plan = plan or make_plan(cfg, mesh.shape.dp)
-    trace = open_trace(cfg, mesh)
+    trace, place = open_trace(cfg, mesh), place or Place()
     channels = Channels(mesh, plan, trace)
     held = hold(cfg, mesh, plan, trace, eod, fill)
     scaling = open_loss_scale(cfg, mesh)
@@ -196,11 +202,11 @@ def build(
         )
         for s, module in held.gpt.items()
     }
-    executor = Executor(mesh.pp.index, stages, channels, trace)
+    executor = Executor(mesh.pp.index, stages, channels, trace, place)
     layers = {s: layers_by_name(module) for s, module in held.gpt.items()}
     watch = FiniteWatch(mesh.rank, stages, layers, held.reducer, plan.num_microbatches)
     parts = (held.flat, held.reducer, held.optimizer)
-    return Training(cfg, mesh, plan, held.gpt, executor, *parts, watch, scaling, trace)
+    return Training(cfg, mesh, plan, held.gpt, executor, *parts, watch, scaling, trace, place=place)
 
 
 def open_loss_scale(cfg: Config, mesh: Mesh) -> LossScale | None:

@@ -90,8 +90,8 @@ class RunConfig:
     record_every: int = 0
     """Record the first step and each multiple of this; 0: each of the first 100 steps, then every
     10th, from 1,000 on every 100th, and so on."""
-    watchdog_s: float = 0.0
-    """Report where every rank stands if a step takes longer, in seconds; 0: never."""
+    watchdog_s: float = 10.0
+    """Report a stall so many seconds after the slowest action expected; 0: never."""
     stop_at: int = 0
     """End cleanly, with a checkpoint, after this step; 0: never."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -113,10 +113,7 @@ class Config:
 
 # Settings that are read but not carried out in this version, and the values that are refused;
 # without values: all but the default.
-UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (
-    ("run.watchdog_s", ()),
-    ("run.wandb", ("online", "offline")),
-)
+UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (("run.wandb", ("online", "offline")),)
 
 _AT_LEAST = {
     "model.vocab_size": 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import resource
+from collections.abc import Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from launch.config import Config
 from megalite.mesh import Mesh, Work
 from megalite.report.measured import busy_by_stage
-from megalite.schedule.action import Plan
-from megalite.trace import Trace
+from megalite.resilience.stragglers import Passes
+from megalite.schedule.action import Op, Plan
+from megalite.trace import Span, Trace
 from model.config import GPTConfig
 
 EVERY = 10  # steps between two looks at all ranks
@@ -59,6 +62,8 @@ class Figures:
     """What is plotted beside the records of steps; every rank has one.
 
     - ``mfu``: model flops by the peak of all devices, where that is known; never on a CPU.
+    - ``passes``: how long those of each rank have taken when they were last looked at, of a traced
+      run; who takes them clears them.
     - each 10 steps, by one small message among all ranks that is read a step later:
       ``memory_gb/stage_...``, the peak so far of any rank that holds the stage (on a CPU of the
       process), and which rank has the largest; of a traced run also ``busy/stage_...``, the part
@@ -74,15 +79,17 @@ class Figures:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self._peak = peak_flops(name) if cfg.train.dtype == "bf16" else None
         self._gathered: tuple[int, Tensor, Work] | None = None
+        self.passes: list[Passes] = []
 
     def gather(self, step: int) -> None:
         """After a step, on all ranks alike."""
         if step % EVERY:
             return
-        window, busy = busy_by_stage(self.trace.newest())
+        spans = self.trace.newest()
+        window, busy = busy_by_stage(spans)
         fractions = [busy.get(s, 0.0) / window if window else -1.0 for s in self.stages]
         fractions += [0.0] * (self._chunks - len(fractions))
-        row = [peak_memory(self.mesh.device) / _GB, *fractions]
+        row = [peak_memory(self.mesh.device) / _GB, *fractions, *passes_of(spans)]
         mine = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
         whole = mine.new_empty(self.mesh.world.size * len(row))
         self._gathered = step, whole, self.mesh.world.all_gather(whole, mine)
@@ -100,6 +107,7 @@ class Figures:
             rows = whole.view(self.mesh.world.size, -1).tolist()
             pp = [self.mesh.shape.coords(r)["pp"] for r in range(len(rows))]
             found |= by_stage(self.plan, pp, rows)
+            self.passes = [Passes(*row[-len(Passes._fields) :]) for row in rows]
         return found
 
 
@@ -124,6 +132,18 @@ def by_stage(plan: Plan, pp: list[int], rows: list[list[float]]) -> dict[str, fl
         found |= {f"busy/stage_{s}": b for s, b in zip(stages, busy, strict=True)}
         found[f"bubble/stage_{name}"] = 1.0 - sum(busy)
     return found
+
+
+def passes_of(spans: Sequence[Span]) -> Passes:
+    """The medians over the microbatches and stages of a step on one rank."""
+    times: dict[str, list[float]] = {}
+    for span in spans:
+        if span.row == "compute":
+            times.setdefault(span.op, []).append(span.end - span.start)
+    middle = {op: median(t) for op, t in times.items()}
+    backward = middle.get(Op.BACKWARD.value, middle.get(Op.INPUT_GRAD.value, 0.0))
+    forward, weight = (middle.get(op.value, 0.0) for op in (Op.FORWARD, Op.WEIGHT_GRAD))
+    return Passes(forward, backward, weight)
 
 
 def peak_memory(device: torch.device) -> float:

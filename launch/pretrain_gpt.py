@@ -28,12 +28,14 @@ from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
 from launch.state import Position, find_checkpoint, open_saver, restore, save_state
 from launch.tracing import TraceFiles
+from launch.watching import Watching
 from launch.world import world_from_env
 from megalite.errors import ConfigError
 from megalite.mesh import Mesh, local_device, make_deterministic
 from megalite.optim.adamw import choose_backend, learning_rate
 from megalite.parallel_config import mesh_shape
 from megalite.pipeline.executor import Batch
+from megalite.place import Phase
 from megalite.resilience.stop import Control
 
 
@@ -84,18 +86,22 @@ def run(
     layouts = Layouts(cfg, found, mesh)
     asked, cfg, mesh = cfg, *layouts.first(cfg, mesh)
     cfg, plan, profile = resolve(cfg, mesh)
-    training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod)
-    share = share_text(mesh)
+    share, watching = share_text(mesh), Watching(cfg.run.watchdog_s, mesh.device)
+    place = watching.place
+    watching.start(cfg, mesh, plan, share)
+    training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod, place=place)
     position = restore(training, found, share) if found else Position()
     training = recorded(training, position.step)
     shown = asked if layouts.live else cfg
     recorder = Recorder(shown, training, position, train_data, share)
-    with recorder, layouts:
+    with watching, recorder, layouts:
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
             recorder.say(f"going on from {found.path}")
         while change := train(training, profile, train_data, held_out, layouts, recorder):
             training, profile = change.carry_out(training, layouts, recorder), change.profile
+            watching.start(training.cfg, training.mesh, training.plan, share_text(training.mesh))
+        place.at(Phase.SAMPLING)
         if cfg.train.eval_every and recorder.position().step == cfg.train.steps:
             start, vocab = [tokenizer.eod], tokenizer.vocab_size
             text = tokenizer.decode(sample(training, start, 200, vocab, seed=cfg.train.seed))
@@ -112,7 +118,8 @@ def train(
     recorder: Recorder,
 ) -> Change | None:
     """The steps of one layout: to the end of the run, or to a change that all have agreed to."""
-    cfg, mesh, share = training.cfg, training.mesh, share_text(training.mesh)
+    cfg, mesh, place = training.cfg, training.mesh, training.place
+    share = share_text(mesh)
     saver, done = open_saver(training, share), recorder.position().step
     last = min(cfg.train.steps, cfg.run.stop_at or cfg.train.steps)
     batches = {
@@ -131,6 +138,7 @@ def train(
         for step in range(done + 1, last + 1):
             training.request = layouts.mailbox.is_full()
             train_step(training, loader, recorder, step)
+            place.at(Phase.BETWEEN)
             traces.after_step()
             training.control.stepped(step)
             if profile and step == min(done + TIMED_STEPS, last):
@@ -138,11 +146,13 @@ def train(
             stops = recorder.stop_asked and step < last
             saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at or stops
             if saves:
+                place.at(Phase.SAVE)
                 save_state(training, recorder.position(), saver, layouts.live)
             recorder.saves(saver.finished())
             if stops:
                 break
             if is_due(step, cfg.train.eval_every, last):
+                place.at(Phase.EVALUATION)
                 limit = cfg.train.eval_batches
                 loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
                 recorder.evaluation(step, *evaluate(training, loaders))
@@ -151,6 +161,7 @@ def train(
             if change:
                 return change
             recorder.resume_clock()
+        place.at(Phase.SAVE)
         saver.wait()
         recorder.saves(saver.finished(), last=True)
         if recorder.stop_asked and recorder.position().step < last:
@@ -162,7 +173,8 @@ def train(
 
 def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step: int) -> None:
     """Step number ``step`` (from 1); nothing in it waits for the device."""
-    trace = training.trace
+    trace, place = training.trace, training.place
+    place.step(step)
     with trace.step(step):
         with trace.span("data"):
             batch = to_device(loader.batch(step - 1), training.mesh.device)
@@ -172,6 +184,7 @@ def train_step(training: Training, loader: TokenLoader, recorder: Recorder, step
                 batch.samples = samples.to(training.mesh.device, non_blocking=True)
         lr = learning_rate(training.cfg.optim, step, training.cfg.train.steps)
         totals = training.step(batch, lr)
+        place.at(Phase.RECORD)
         with trace.span("record"):
             recorder.step(step, lr, totals)
 

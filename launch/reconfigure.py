@@ -35,6 +35,7 @@ from megalite.errors import CheckpointError, ConfigError, ScheduleError
 from megalite.mesh import Mesh
 from megalite.mesh_shape import MeshShape
 from megalite.parallel_config import ParallelConfig, mesh_shape
+from megalite.place import Phase
 from megalite.schedule.action import Plan
 
 _MB = 1e6
@@ -125,6 +126,7 @@ class Change:
 
     def carry_out(self, training: Training, layouts: Layouts, recorder: Recorder) -> Training:
         """Move everything into a training of the new layout, and leave the old one empty."""
+        training.place.at(Phase.CHANGE)
         old, share = training.mesh, share_text(self.mesh)
         position, eod = recorder.position(), next(iter(training.gpt.values())).eod
         before = recorder.layout
@@ -139,6 +141,7 @@ class Change:
             timed=self.profile is not None,
             eod=eod,
             fill=lambda flat: reshard(self.moves, links, held, state, flat),
+            place=training.place,
         )
         new.optimizer.set_num_steps(position.updates)
         if new.loss_scale and training.loss_scale:

@@ -31,6 +31,7 @@ from megalite.metrics import (
 )
 from megalite.optim.clip import StepTotals, Told
 from megalite.resilience.bad_steps import BadSteps, Where
+from megalite.resilience.stragglers import Stragglers
 
 
 class Recorder:
@@ -76,6 +77,7 @@ class Recorder:
         cfg, mesh, plan = training.cfg, training.mesh, training.plan
         self._watch, self._share = training.watch, share
         self._figures = Figures(cfg, mesh, plan, training.trace)
+        self._stragglers = Stragglers(mesh.shape)
         self.layout = f"{mesh.shape}, {cfg.parallel.schedule}"
         self.where = {
             "layout": self.layout,
@@ -190,7 +192,16 @@ class Recorder:
             self._files[0].write(record)
             values = {k: v for k, v in asdict(record).items() if k not in ("step", "layout")}
             self._tracker.log(reading.step, {**values, **figures})
+        self._compare_ranks(reading.step)
         self._judge(reading.step, told, replays)
+
+    def _compare_ranks(self, step: int) -> None:
+        """Name ranks that have become slow, where a traced run has just looked at all."""
+        passes, self._figures.passes = self._figures.passes, []
+        for slow in self._stragglers.look(passes) if passes else ():
+            times = {"rank": slow.rank, "ratio": slow.ratio, **passes[slow.rank]._asdict()}
+            self.event("straggler", step=step, **times, text=slow.text)
+            self.say(slow.text)
 
     def _judge(self, step: int, told: Told, replays: int) -> None:
         """Say what was wrong with a step, and end the run if it is not to go on.

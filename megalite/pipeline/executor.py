@@ -12,6 +12,7 @@ from megalite.mesh import Work
 from megalite.pipeline.p2p import Channels, Kind
 from megalite.pipeline.spans import traced
 from megalite.pipeline.stage import Stage
+from megalite.place import Place
 from megalite.rows import Rows
 from megalite.schedule.action import Action, Op, Plan
 from megalite.trace import Trace
@@ -52,10 +53,15 @@ class Executor:
     """
 
     def __init__(
-        self, rank: int, stages: dict[int, Stage], channels: Channels, trace: Trace | None = None
+        self,
+        rank: int,
+        stages: dict[int, Stage],
+        channels: Channels,
+        trace: Trace | None = None,
+        place: Place | None = None,
     ) -> None:
         self.rank, self.stages, self.channels = rank, stages, channels
-        self.trace = trace or Trace()
+        self.trace, self.place = trace or Trace(), place or Place()
         self._free: dict[tuple[int, ...], list[Tensor]] = {}
 
     def run(self, plan: Plan, batch: Batch, reducer: Reducer | None = None) -> Tensor | None:
@@ -68,7 +74,9 @@ class Executor:
         step = _Step(self, plan, batch)
         do = traced(step.do, plan, self.trace) if self.trace.recording else step.do
         for action in plan[self.rank]:
+            self.place.act(action)
             do(action, reducer)
+        self.place.acted()
         step.finish()
         return step.loss
 
@@ -161,7 +169,9 @@ class _Step:
         if (kind, key) in self.local:
             return self.local.pop((kind, key))
         tensor, work = self.posted.pop((kind, key))
+        self.owner.place.wait()
         work.wait()
+        self.owner.place.go_on()
         self.kept.setdefault(key, []).append(tensor)
         return tensor
 

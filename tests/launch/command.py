@@ -21,7 +21,7 @@ SMALL = [
     *("--model.hidden_size", "32", "--model.num_heads", "4", "--model.ffn_hidden_size", "64"),
     *("--model.seq_length", "16", "--train.global_batch_size", "8"),
     *("--train.micro_batch_size", "1", "--train.dtype", "fp64", "--train.eval_every", "0"),
-    *("--checkpoint.every", "0", "--run.wandb", "disabled"),
+    *("--checkpoint.every", "0", "--run.wandb", "disabled", "--run.watchdog_s", "0"),
 ]
 
 
@@ -68,7 +68,7 @@ def train(
     as_user: bool = False,
     **env: str,
 ) -> Result:
-    """The small model's training, in fp64, without evaluation, checkpoints and wandb.
+    """The small model's training, in fp64, without evaluation, checkpoints, wandb and watchdog.
 
     Args:
         as_user: start it with the command that a user types, which takes seconds of imports a
