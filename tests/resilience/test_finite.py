@@ -128,6 +128,6 @@ def test_all_ranks_skip_an_overflow_of_one_and_halve_the_scale() -> None:
     assert len({str(rank[:4]) for rank in ranks}) == 1  # a norm of nan is equal to none
     steps = ranks[0][:4]
     assert [step[3] for step in steps] == [1, 0, 1, 1]
-    assert [step[6] for step in steps] == [1024, 1024, 512, 512]
-    assert [step[7:] for step in steps] == [[1024, 1], [512, 0], [512, 1], [1024, 0]]
+    assert [step[7] for step in steps] == [1024, 1024, 512, 512]
+    assert [step[8:] for step in steps] == [[1024, 1], [512, 0], [512, 1], [1024, 0]]
     assert steps[1][4] == 0, "the loss was finite"
