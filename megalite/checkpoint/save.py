@@ -196,12 +196,13 @@ def blocks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, for as long as it lives.
+    """The bytes of a contiguous tensor of the host, which lives as long as they do.
 
     ``numpy()`` would do as well, but forbids for good to resize the storage, as a live change of
     layout does to free it.
     """
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

@@ -12,6 +12,7 @@ from launch.build import build
 from launch.config import Config
 from launch.job import share_text
 from megalite.mesh import Mesh, Transport
+from megalite.optim.clip import Told
 from megalite.parallel_config import mesh_shape
 from tests.parity.harness import GPT2, LLAMA, TRAIN, batch_of, config
 from tests.ranks import run_ranks
@@ -128,6 +129,7 @@ def test_all_ranks_skip_an_overflow_of_one_and_halve_the_scale() -> None:
     assert len({str(rank[:4]) for rank in ranks}) == 1  # a norm of nan is equal to none
     steps = ranks[0][:4]
     assert [step[3] for step in steps] == [1, 0, 1, 1]
-    assert [step[7] for step in steps] == [1024, 1024, 512, 512]
-    assert [step[8:] for step in steps] == [[1024, 1], [512, 0], [512, 1], [1024, 0]]
+    scale = Told._fields.index("scale")
+    assert [step[scale] for step in steps] == [1024, 1024, 512, 512]
+    assert [step[scale + 1 :] for step in steps] == [[1024, 1], [512, 0], [512, 1], [1024, 0]]
     assert steps[1][4] == 0, "the loss was finite"
