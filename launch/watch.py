@@ -145,7 +145,7 @@ class Rank:
 class Pace:
     """How long ranks have been at places of a kind without a stall; what is slow is no stall."""
 
-    watchdog_s: float
+    late_s: float
     slowest: dict[Where, float] = field(default_factory=dict)
 
     def passed(self, where: Where, age_s: float) -> None:
@@ -159,7 +159,7 @@ class Pace:
             allowed = max(allowed, LONG_S.get(seen.where.phase, 0.0))
         if not seen.settled:
             allowed = max(allowed, FIRST_STEP_S)
-        return seen.age_s > self.watchdog_s + allowed
+        return seen.age_s > self.late_s + allowed
 
 
 def _kind(where: Where) -> Where:
@@ -248,9 +248,11 @@ class Watchdog:
         write: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         self.spec, self.job, self._show, self._write = spec, spec.job, show, write
-        self.period_s = min(PERIOD_S, spec.watchdog_s / 4)
+        self.period_s = min(PERIOD_S, spec.watchdog_s / 10)
+        # It takes up to three looks to be sure and to have the stacks.
+        self._late_s = spec.watchdog_s - 3 * self.period_s
         self.ranks = {rank: Rank(*rest) for rank, *rest in spec.ranks}
-        self.pace, self.board = Pace(spec.watchdog_s), Board(spec)
+        self.pace, self.board = Pace(self._late_s), Board(spec)
         self._floor = self._looked = time.monotonic()
         self._told: Stall | None = None
         self._reported = False
@@ -265,7 +267,7 @@ class Watchdog:
         seen = {rank: self._seen(watched, now) for rank, watched in self.ranks.items()}
         self.board.publish(seen, now)
         stall, reports = None, True
-        if any(s.age_s > self.spec.watchdog_s for s in seen.values()):
+        if any(s.age_s > self._late_s for s in seen.values()):
             others, reports = self.board.others()
             stall = find(self.job, {**others, **seen}, self.pace.is_late)
         self._judge(stall, reports)
@@ -282,7 +284,7 @@ class Watchdog:
         if (reading.step, reading.count) != (before.step, before.count) and self._told is None:
             self.pace.passed(Where.of(before.word), rank.age_s)
         rank.age_s = max(0.0, now - max(reading.since, self._floor))
-        late = rank.age_s > self.spec.watchdog_s / 2
+        late = rank.age_s > self._late_s / 2
         state, wchan = rank.state() if late else ("S", "")
         where, stack = Where.of(reading.word), rank.stack()
         settled, seen = reading.settled, (reading.step, where, reading.count, rank.age_s)

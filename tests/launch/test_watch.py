@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import sys
 import time
@@ -56,7 +57,7 @@ def test_a_stopped_and_a_looping_rank_are_named_with_stage_action_and_microbatch
         Planted(3, 7, "forward", 2, "loop"),
         Planted(0, 9, "data", how="loop"),
         # Slow, but no stall.
-        Planted(3, 11, "forward", 0, "sleep", 1.2),
+        Planted(3, 11, "forward", 0, "sleep", 0.8),
     )
     assert done.code == 0, done.output
     assert places(tmp_path) == [
@@ -67,7 +68,7 @@ def test_a_stopped_and_a_looping_rank_are_named_with_stage_action_and_microbatch
     ]
     told = events(tmp_path, "stall", "stall_over")
     assert [e["event"] for e in told] == ["stall", "stall_over"] * 4
-    assert all(2.0 < e["since_s"] < 10.0 for e in events(tmp_path, "stall"))
+    assert all(1.0 < e["since_s"] < 10.0 for e in events(tmp_path, "stall"))
     texts = [e["text"] for e in events(tmp_path, "stall")]
     head = "step 3 stalls: rank 2 (stage 1, tp 0) is in B of microbatch 1 since"
     assert texts[0].startswith(head)
@@ -114,7 +115,7 @@ def test_any_launcher_has_a_watchdog_that_lives_by_the_default(
     assert done.code == 0, done.output
     assert places(tmp_path) == [(4, 1, "actions", [1], "B", 2, "T")]
     (told,) = events(tmp_path, "stall")
-    assert told["text"] in done.output and told["since_s"] < 15.0
+    assert told["text"] in done.output and told["since_s"] < 12.0
     assert len(events(tmp_path, "stall_over")) == 1 and len(metrics(tmp_path)) == 6
 
 
@@ -237,16 +238,12 @@ def look(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
 def test_a_stall_is_told_once_and_again_when_it_moves_or_ends(alone: Any) -> None:
     watchdog, place, clock, told = alone
     look(watchdog, clock, 2)
-    place.step(2)
-    place.act(Action(Op.FORWARD, 0, 3))
-    watchdog.look()
     clock.ahead = 0.0
+    place.step(2)
     place.act(Action(Op.FORWARD, 0, 3))
     look(watchdog, clock, 30)
     assert [t for t in told if t in ("stall", "stall_over")] == ["stall"]
-    assert "rank 0 (stage 0) is in F of microbatch 3 since 1" in told[0]
-    place.act(Action(Op.BACKWARD, 0, 3))
-    look(watchdog, clock, 0.5)
+    assert re.search(r"rank 0 \(stage 0\) is in F of microbatch 3 since (9|10) s", told[0])
     clock.ahead = 0.0
     place.act(Action(Op.BACKWARD, 0, 3))
     look(watchdog, clock, 2)
