@@ -23,8 +23,9 @@ from launch.meeting import Ended, Meeting
 from megalite.resilience.stop import Control
 
 BAD_INPUT, STOPPED = 2, 75
-SAME_FAILURES = 3
-"""So many times in a row without a new step, and it is a crash that no restart mends."""
+SAME_FAILURES, SAME_KILLS = 3, 10
+"""So many times in a row without a new step, and it is a crash that no restart mends. SIGKILL comes
+from outside and may be chance."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Agent(LocalElasticAgent):
         else:
             self.first_failure, self.repeats = failure, 1
         self._best_step = max(step, self._best_step)
-        if failure.code == BAD_INPUT or self.repeats >= SAME_FAILURES:
+        most = SAME_KILLS if failure.code == -signal.SIGKILL else SAME_FAILURES
+        if failure.code == BAD_INPUT or self.repeats >= most:
             self._remaining_restarts = 0
         print(f"elastic: {failure.text.splitlines()[0]}", file=sys.stderr, flush=True)
         return RunResult(WorkerState.FAILED, failures=failures)

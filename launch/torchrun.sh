@@ -72,7 +72,7 @@ else
     fail "NODE_RANK is '$NODE_RANK': with NNODES=$nnodes it is one of 0 to $((most - 1))"
   fi
   count MASTER_PORT "$MASTER_PORT"
-  if command -v getent > /dev/null && ! getent hosts "$MASTER_ADDR" > /dev/null; then
+  if command -v getent > /dev/null && ! getent ahosts "$MASTER_ADDR" > /dev/null; then
     fail "MASTER_ADDR is $MASTER_ADDR, which this node cannot find"
   fi
   if ((NODE_RANK == 0)) && (: < "/dev/tcp/127.0.0.1/$MASTER_PORT") 2> /dev/null; then

@@ -24,11 +24,10 @@ SAME = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "skipped")
 
 @dataclass
 class Host:
-    """One launcher: ``prefix`` puts it on a host of its own, ``flags`` tell it where to meet."""
+    """One launcher: ``command`` starts it with the run's flags; none: alone, with two workers."""
 
     name: str
-    flags: Sequence[str] = ("--standalone",)
-    prefix: Sequence[str] = ()
+    command: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
 
     def launcher(self) -> int:
@@ -53,9 +52,7 @@ class Job:
     folder: Path
     steps: int
     hosts: list[Host] = field(default_factory=lambda: [Host("only")])
-    num_workers: int = 2
     flags: Sequence[str] = ()
-    started: set[int] = field(default_factory=set)
 
     @property
     def run_dir(self) -> Path:
@@ -74,11 +71,20 @@ class Job:
                 host.process.wait(20)
 
     def start(self, host: Host) -> None:
+        if host.process is not None:
+            host.process.wait(20)
         scratch = self.folder / f"tmp_{host.name}"
         scratch.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
-        words = [*host.prefix, sys.executable, "launch/elastic.py", *host.flags]
-        words += ["--nproc-per-node", str(self.num_workers), TRAIN, *TINY, *SMALL]
+        alone = [
+            sys.executable,
+            "launch/elastic.py",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            TRAIN,
+        ]
+        words = [*(host.command or alone), *TINY, *SMALL]
         words += ["--train.steps", str(self.steps), "--run.dir", str(self.run_dir)]
         words += ["--checkpoint.every", "5", "--train.deterministic", "True", *self.flags]
         with open(self.folder / f"{host.name}.log", "ab") as log:
