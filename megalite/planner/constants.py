@@ -23,6 +23,7 @@ class Constants:
             and writing the result.
         stream: of the bandwidth that copies reach, what element-wise kernels and norms reach.
         gap: seconds of each kernel in which the device starts and ends.
+        loss: passes over the logits, relative to those of a loss that is computed in place.
         flash: of the rate of matrix products, what a fused attention reaches.
         launch_forward, launch_backward: the host's time for a kernel, relative to the hardware's.
         sync: seconds that a tp collective waits for the last of its ranks, for each doubling.
@@ -32,6 +33,7 @@ class Constants:
     ramp_k: float
     stream: float
     gap: float
+    loss: float
     flash: float
     launch_forward: float
     launch_backward: float

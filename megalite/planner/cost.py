@@ -75,13 +75,13 @@ class LayerCosts:
 
     def layer(self) -> Passes:
         forward, f_kernels = self._forward()
-        core, core_kernels = self._attention_forward()
+        core, core_kernels = self.attention_forward()
         again, k_again = {
             "none": (0.0, 0),
             "selective": (core, core_kernels),
             "full": (forward, f_kernels),
         }[self.split.recompute]
-        exchange, collectives = self._exchange()
+        exchange, collectives = self.exchange()
         if self.split.recompute == "full":
             again += exchange
         input_grad, weight_grad, b_kernels = self._backward()
@@ -118,7 +118,7 @@ class LayerCosts:
         residuals = 2 * k.stream(rows * d * (3 * size + mask))
         activation = k.stream(n * ffn * size * (1 + s.ups))
         rotary = k.stream(2 * n * (q + kv) * size) if not s.learned_positions else 0.0
-        core, core_kernels = self._attention_forward()
+        core, core_kernels = self.attention_forward()
         kernels = 4 + 2 + 2 + 1 + (4 if not s.learned_positions else 0) + core_kernels
         return products + norms + residuals + activation + rotary + core, kernels
 
@@ -135,7 +135,7 @@ class LayerCosts:
     def _attention_flops(self) -> float:
         return 4.0 * self._scores[1] * self.shape.head_dim
 
-    def _attention_forward(self) -> tuple[float, int]:
+    def attention_forward(self) -> tuple[float, int]:
         k, s = self.kernels, self.shape
         if s.fused_attention:
             return k.flash(self._attention_flops() / 2), 1
@@ -200,7 +200,7 @@ class LayerCosts:
 
     # --- collectives of tensor parallelism -------------------------------------------------------
 
-    def _exchange(self) -> tuple[float, int]:
+    def exchange(self) -> tuple[float, int]:
         """Of a forward pass: two all-reduces, or as many gathers and scatters."""
         tp, k = self.split.tp, self.kernels
         if tp == 1:
@@ -221,7 +221,7 @@ class LayerCosts:
         """Of a backward pass, what does not hide behind the weight products. Under sequence
         parallelism the gathers of output gradients stand before everything; the scatters hide, and
         the second gather of the inputs goes beside the input gradient."""
-        exchange, _ = self._exchange()
+        exchange, _ = self.exchange()
         if not self.framework.overlap_tp or exchange == 0.0:
             return exchange
         waits = 2 * self.wait
@@ -257,8 +257,9 @@ class LayerCosts:
         norm = k.stream(2 * n / self.split.cut * d * size)
         logits = float(n * v)
         # Cast, maximum, subtract, gather, exponential, sum, and the quotient that is kept.
-        loss = k.stream(logits * (size + _WIDE + _WIDE + 2 * _WIDE + 2 * _WIDE + _WIDE + 2 * _WIDE))
-        back = k.stream(logits * (2 * _WIDE + _WIDE + size))
+        passes = size + _WIDE * (1 + 1 + 2 + 2 + 1 + 2)
+        loss = k.stream(k.c.loss * logits * passes)
+        back = k.stream(k.c.loss * logits * (2 * _WIDE + _WIDE + size))
         whole = float(n * d * size)
         exchange = 0.0
         if self.split.tp > 1:

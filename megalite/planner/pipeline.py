@@ -16,7 +16,7 @@ from megalite.schedule.costs import Costs
 from megalite.schedule.generators import build_schedule
 from megalite.schedule.lower import lower
 from megalite.schedule.peaks import peak_memory
-from megalite.schedule.simulate import simulate_step
+from megalite.schedule.simulate import Simulator
 
 _ROUNDS = (1, 3, 6)
 """Rounds of pp microbatches after which a plan is looked at for its repetition."""
@@ -48,10 +48,15 @@ def _computations(schedule: str, pp: int, microbatches: int, virtual_stages: int
     return build_schedule(schedule, pp, microbatches, virtual_stages)
 
 
-@lru_cache(maxsize=1024)
 def lowered(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> Plan:
-    """The plan as the runtime has it, and kept: many layouts differ in their costs alone."""
-    return lower(build_schedule(schedule, pp, microbatches, virtual_stages))
+    """The plan as the runtime has it."""
+    return _simulator(schedule, pp, microbatches, virtual_stages).plan
+
+
+@lru_cache(maxsize=256)
+def _simulator(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> Simulator:
+    """Of the plan as the runtime has it, and kept: many layouts differ in their costs alone."""
+    return Simulator(lower(_computations(schedule, pp, microbatches, virtual_stages)))
 
 
 def run(
@@ -70,7 +75,7 @@ def run(
         steady = _steady(schedule, pp, microbatches, virtual_stages, costs)
         if steady is not None:
             return steady
-    timeline = simulate_step(lowered(schedule, pp, microbatches, virtual_stages), costs)
+    timeline = _simulator(schedule, pp, microbatches, virtual_stages).run(costs)
     return Pipelined(timeline.makespan, timeline.busy, True)
 
 
@@ -90,7 +95,7 @@ def _steady(
         counts = (start, start + pp, start + 2 * pp)
         if sum(counts) >= microbatches:
             return None
-        found = [simulate_step(lowered(schedule, pp, m, virtual_stages), costs) for m in counts]
+        found = [_simulator(schedule, pp, m, virtual_stages).run(costs) for m in counts]
         spans = [t.makespan for t in found]
         growth = spans[2] - spans[1]
         each = [b - a for a, b in zip(found[1].busy, found[2].busy, strict=True)]
