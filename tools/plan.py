@@ -43,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
     _predict(commands.add_parser("predict", help="add predictions to a CSV of runs"))
     measured = commands.add_parser("measure", help="time this machine and write a hardware file")
     measured.add_argument("--out", required=True, type=Path, metavar="YAML")
-    measured.add_argument("--device", default="auto", help="cpu, cuda or auto")
     _fit(commands.add_parser("fit", help="fit the constants to a folder of measured runs"))
     return args
 
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> str:
         case "measure":
             from tools.planning.measure import measure
 
-            return measure(args.out, args.device)
+            return measure(args.out)
         case "fit":
             from tools.planning import fitting
 

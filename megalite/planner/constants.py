@@ -50,6 +50,7 @@ class Framework:
         fused_sum: the weight product adds to the sum by itself.
         overlap_dp: gradients are reduced while the last backward goes on.
         overlap_tp: the input gradient's all-reduce hides behind the weight product.
+        overlap_gather: under ZeRO-1, weights are gathered while the next forward goes on.
         blocking_p2p: a rank computes nothing while it hands over.
         scatter_p2p: each tp rank sends a part of the message, and the receivers gather.
         dropout: masks of attention and residuals in training.
@@ -66,6 +67,7 @@ class Framework:
     fused_sum: bool = True
     overlap_dp: bool = True
     overlap_tp: bool = True
+    overlap_gather: bool = False
     blocking_p2p: bool = False
     scatter_p2p: bool = False
     dropout: bool = False
@@ -75,7 +77,7 @@ class Framework:
     reserve: float = 1.0
 
 
-MEGALITE = Framework("megalite")
+MEGALITE = Framework("megalite", overlap_gather=True)
 
 
 @dataclass(frozen=True)

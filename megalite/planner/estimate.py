@@ -40,7 +40,8 @@ class Machine:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return Kernels(self.hw, self.constants, self.element_bytes)
+        constants = replace(self.constants, **dict(self.hw.constants))
+        return Kernels(self.hw, constants, self.element_bytes)
 
     @cached_property
     def known_layers(self) -> dict[object, tuple[Passes, Passes, Passes]]:
@@ -209,10 +210,20 @@ class Estimator:
         share = most / job.mesh.dp if p.zero1 else most
         found = self.k.stream(share * self.machine.framework.update_bytes)
         if p.zero1:
-            gather = self.k.all_gather(most * self.k.element_bytes, job.mesh.dp, self._stride("dp"))
-            found += gather
+            found += self._gather_s(most)
         ranks = job.mesh.world_size
         return found + 2 * self.k.all_reduce(8.0, ranks)
+
+    def _gather_s(self, elements: float) -> float:
+        """Of updated weights; beside the next forward, all but the first layer's may be hidden."""
+        whole = self.k.all_gather(
+            elements * self.k.element_bytes, self.job.mesh.dp, self._stride("dp")
+        )
+        if not self.machine.framework.overlap_gather:
+            return whole
+        forward = float(self._by_rank(self._passes[0]).min())
+        first = whole / max(1, self.job.shape.layers // self.job.parallel.pp)
+        return max(first, whole - forward)
 
     # --- the step --------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class HardwareSpec:
         net_bytes_s, net_share, net_latency_s: of the network, a device.
         launch_s: the host's time for one kernel.
         reserve_bytes: what runtime and library take before anything is allocated.
+        constants: of ``constants.Constants``, those that were measured here and hold instead.
     """
 
     name: str
@@ -56,6 +57,7 @@ class HardwareSpec:
     net_latency_s: float
     launch_s: float = 0.0
     reserve_bytes: float = 0.0
+    constants: tuple[tuple[str, float], ...] = ()
 
     def with_network(self, bytes_s: float) -> HardwareSpec:
         return replace(self, net_bytes_s=bytes_s)
@@ -115,7 +117,7 @@ def parse_hardware(found: Mapping[str, Any], path: Path) -> HardwareSpec:
     """
     values: dict[str, Any] = {"name": str(found.get("name", path.stem))}
     for field in fields(HardwareSpec):
-        if field.name == "name":
+        if field.name in ("name", "constants"):
             continue
         entry = found.get(field.name)
         if entry is None and field.default is not MISSING:
@@ -135,4 +137,7 @@ def parse_hardware(found: Mapping[str, Any], path: Path) -> HardwareSpec:
             raise ConfigError(f"{path.name}: {field.name}", f"got {number}", "Use more than 0")
         whole = field.name in ("processors", "node_size")
         values[field.name] = int(number) if whole else float(number)
+    values["constants"] = tuple(
+        (name, float(entry["value"])) for name, entry in (found.get("constants") or {}).items()
+    )
     return HardwareSpec(**values)

@@ -13,7 +13,7 @@ _TILE_SHARE = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.80, (64, 64): 0.6
 """A smaller tile reads more for each operation. Source: NVIDIA, "Matrix Multiplication Background
 User's Guide", section on tile size: relative throughput by tile."""
 
-_FEW = 0.3
+FEW_RANKS = 0.3
 """Fewer ranks use fewer channels: 1 - 0.3 / ranks of the bandwidth. Source: vTrain's NCCL trace on
 A100, largest messages: 197 GB/s on 2 ranks, 222 on 4, 229 on 8."""
 
@@ -90,7 +90,7 @@ class Kernels:
             return 0.0
         hw = self.hw
         inside = max(1, min(ranks, hw.node_size // max(1, stride)))
-        fast = hw.link_bytes_s * hw.link_share * (1 - _FEW / inside)
+        fast = hw.link_bytes_s * hw.link_share * (1 - FEW_RANKS / inside)
         part = trips * (ranks - 1) / ranks * num_bytes
         if inside >= ranks:
             return hw.link_latency_s * trips / 2 * (1 + math.log2(ranks) / 3) + part / fast

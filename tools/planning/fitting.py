@@ -13,13 +13,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
+import numpy as np
 import yaml
 
 from megalite.errors import ConfigError
 from megalite.planner.constants import CONSTANTS, STACKS, load_constants, load_stacks
-from megalite.planner.fit import Fit, Measured, Row, errors, fit, measured_time, weighted
+from megalite.planner.fit import (
+    Fit,
+    Measured,
+    Row,
+    errors,
+    fit,
+    measured_time,
+    scalars_of,
+    weighted,
+)
 from megalite.planner.hardware import find_hardware, read_yaml
 
 WEIGHTS = {
@@ -139,18 +148,18 @@ def _peak(row: Row) -> float:
 
 def simple_errors(tables: Tables, guess: Guess) -> dict[str, list[float]]:
     """Of a predictor with one scalar a stack, as the planner has."""
-    ratios: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    logs: list[tuple[str, tuple[str, str], float]] = []
-    for name, rows in tables.items():
-        for row in rows:
-            if (time := measured_time(row)) is not None:
-                stack = row["framework"], row["cluster"]
-                logs.append((name, stack, math.log(guess(row) / time)))
-                ratios[stack].append(logs[-1][-1])
+    data = weighted(tables, WEIGHTS)
+    logs = np.array([math.log(guess(m.row) / m.time_s) for m in data])
+    scalars = scalars_of(data, logs)
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for name, stack, log in logs:
-        found[name].append(abs(math.exp(log - median(ratios[stack])) - 1))
+    for m, log in zip(data, logs, strict=True):
+        error = abs(math.exp(float(log)) * scalars[m.stack] - 1)
+        found[_table_of(tables, m.row)].append(error)
     return dict(found)
+
+
+def _table_of(tables: Tables, row: Row) -> str:
+    return next(name for name, rows in tables.items() if any(r is row for r in rows))
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -180,10 +189,3 @@ def _summary(values: Iterable[float]) -> str:
     if not found:
         return "-"
     return f"{mean(found):.1f} / {median(found):.1f} / {max(found):.1f}"
-
-
-def as_dict(found: Fit) -> dict[str, Any]:
-    return {
-        "constants": asdict(found.constants),
-        "scalars": [[*stack, value] for stack, value in found.scalars.items()],
-    }
