@@ -174,23 +174,25 @@ class Estimator:
         found[-1] += shape.head_elements(tp) if alone else shape.norm_elements
         return found
 
-    def reduction(self, stage: int) -> float:
-        """Of a stage's gradients over dp, all of it; scattered under ZeRO-1."""
-        dp, f = self.job.mesh.dp, self.machine.framework
-        whole = float(self._elements[stage]) * f.reduce_bytes
+    @cached_property
+    def reductions(self) -> Times:
+        """Of each stage's gradients over dp, all of it; scattered under ZeRO-1."""
+        dp, f, stride = self.job.mesh.dp, self.machine.framework, self._stride("dp")
         ring = self.k.all_gather if self.job.parallel.zero1 else self.k.all_reduce
-        return ring(whole, dp, self._stride("dp"))
+        start, more = ring(0.0, dp, stride), ring(1e9, dp, stride)  # it grows evenly with bytes
+        whole = start + (more - start) / 1e9 * f.reduce_bytes * self._elements
+        return np.where(self._elements > 0, whole, 0.0)
 
-    def exposed_reduction(self, stage: int) -> float:
-        """What is left of it after the stage's last backward: buckets of earlier layers are
+    @cached_property
+    def exposed_reductions(self) -> Times:
+        """What is left of them after a stage's last backward: buckets of earlier layers are
         reduced while later ones are computed, the last one is not."""
-        whole = self.reduction(stage)
-        if not self.machine.framework.overlap_dp or whole == 0.0:
+        whole = self.reductions
+        if not self.machine.framework.overlap_dp:
             return whole
         _, input_grad, weight_grad = self._passes
-        window = float(input_grad[stage] + weight_grad[stage])
-        last = whole / max(1, len(self.layers[stage]) + 1)
-        return max(whole - window, last)
+        last = whole / (self._counts + 1)
+        return np.maximum(whole - input_grad - weight_grad, last)
 
     @cached_property
     def tie_s(self) -> float:
@@ -231,7 +233,7 @@ class Estimator:
     def costs(self) -> Costs:
         """What the simulator takes: the device's time or the host's, whichever is longer."""
         forward, input_grad, weight_grad = self._passes
-        reduce = tuple(self.exposed_reduction(s) for s in range(len(forward)))
+        reduce = tuple(self.exposed_reductions.tolist())
         comm = 0.0 if self._blocking else self.message_s
         return Costs(
             tuple(forward.tolist()),

@@ -141,6 +141,7 @@ class _Search:
         self.refused: dict[str, Refused] = {}
         self.points: list[Point] = []
         self.num_layouts = self.num_simulated = 0
+        self.rules: dict[object, ConfigError | None] = {}
         self.least_bytes = float("inf")
         self.least: Job | None = None
 
@@ -210,11 +211,18 @@ class _Search:
                 if partition == "balanced" and g.pp == 1:
                     continue
                 parallel = g.parallel(schedule, v, partition)
-                found = problems(parallel, r.shape.facts(), r.gpus, r.global_batch, g.micro_batch)
-                if found:
-                    self._refuse(_reason(found[0]), _label(parallel, g.micro_batch))
+                if (error := self._broken(parallel)) is not None:
+                    self._refuse(_reason(error), _label(parallel, g.micro_batch))
                     continue
                 yield Job(r.shape, parallel, r.gpus, r.global_batch, g.micro_batch)
+
+    def _broken(self, p: ParallelConfig) -> ConfigError | None:
+        """The first rule that a layout breaks; neither batch nor an allowed schedule matters."""
+        key = (p.tp, p.pp, p.virtual_stages, p.partition, p.sequence_parallel)
+        if key not in self.rules:
+            found = problems(p, self.r.shape.facts(), self.r.gpus, self.r.global_batch, 1)
+            self.rules[key] = found[0] if found else None
+        return self.rules[key]
 
     def _illegal(self, parallel: ParallelConfig) -> None:
         found = problems(parallel, self.r.shape.facts(), self.r.gpus, self.r.global_batch, 1)

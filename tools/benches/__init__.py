@@ -13,6 +13,7 @@ BENCHES: dict[str, str] = {
     "gpu": "tools.benches.gpu",
     "layouts": "tools.benches.layouts",
     "pipeline": "tools.benches.pipeline",
+    "planner": "tools.benches.planner",
     "size": "tools.benches.size",
 }
 """Name -> module, imported when asked for: what one bench needs, another need not have."""
