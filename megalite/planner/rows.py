@@ -193,24 +193,31 @@ def _by_size(given: Mapping[str, str], machine: Machine) -> Prediction:
 
 
 def _best(shape: ModelShape, given: Mapping[str, str], machine: Machine) -> Estimate | None:
-    """The fastest of what the blanks leave open; within the memory, if anything is."""
-    jobs = list(_jobs(shape, given))
-    if len(jobs) == 1:
+    """The fastest of what the blanks leave open; within the memory, if anything is. ZeRO-1 is no
+    size but a feature: where a row does not speak of it, it is on only if nothing fits without."""
+    if "zero" in given:
+        return _fastest(list(_jobs(shape, given)), machine, True) or _fastest(
+            list(_jobs(shape, given)), machine, False
+        )
+    ways = [list(_jobs(shape, {**given, "zero": flag})) for flag in ("0", "1")]
+    found = (_fastest(ways[zero], machine, fits) for fits in (True, False) for zero in (0, 1))
+    return next((e for e in found if e is not None), None)
+
+
+def _fastest(jobs: list[Job], machine: Machine, fitting: bool) -> Estimate | None:
+    """In the order of bounds, until the next one is above the best time."""
+    if len(jobs) == 1 and not fitting:
         return Estimator(jobs[0], machine).estimate()
-    estimators = sorted((Estimator(j, machine) for j in jobs), key=lambda e: e.lower_bound)
     best: Estimate | None = None
-    for fitting in (True, False):
-        for e in estimators:
-            if best is not None and e.lower_bound * machine.scalar >= best.step_s:
-                break
-            if fitting and max(m.allocated for m in e.memory()) > machine.hw.memory_bytes:
-                continue
-            found = e.estimate()
-            if best is None or found.step_s < best.step_s:
-                best = found
-        if best is not None:
-            return best
-    return None
+    for e in sorted((Estimator(j, machine) for j in jobs), key=lambda e: e.lower_bound):
+        if best is not None and e.lower_bound * machine.scalar >= best.step_s:
+            break
+        if fitting and max(m.allocated for m in e.memory()) > machine.hw.memory_bytes:
+            continue
+        found = e.estimate()
+        if best is None or found.step_s < best.step_s:
+            best = found
+    return best
 
 
 def _jobs(shape: ModelShape, given: Mapping[str, str]) -> Iterator[Job]:
@@ -220,7 +227,7 @@ def _jobs(shape: ModelShape, given: Mapping[str, str]) -> Iterator[Job]:
         dp = gpus // (tp * pp)
         for v, schedule in _pipelines(shape, given, pp):
             for mbs, recompute, sp, zero in product(
-                _micro_batches(given, gbs, dp), *_options(given, dp, tp)
+                _micro_batches(given, gbs, dp), *_options(given, tp)
             ):
                 parallel = ParallelConfig(
                     tp=tp,
@@ -275,14 +282,11 @@ def _micro_batches(given: Mapping[str, str], gbs: int, dp: int) -> list[int]:
     return [m for m in divisors(each) if m <= 64]
 
 
-def _options(
-    given: Mapping[str, str], dp: int, tp: int
-) -> tuple[list[str], list[bool], list[bool]]:
+def _options(given: Mapping[str, str], tp: int) -> tuple[list[str], list[bool], list[bool]]:
     recompute = given.get("recompute")
     modes = [recompute] if recompute in ("none", "selective", "full") else ["none", "full"]
     sp = [_flag(given["seq_par"])] if "seq_par" in given else [False, True]
-    zero = [_flag(given["zero"])] if "zero" in given else [False, True][: 1 + (dp > 1)]
-    return modes, (sp if tp > 1 else [False]), zero
+    return modes, (sp if tp > 1 else [False]), [_flag(given["zero"])]
 
 
 def _flag(text: str) -> bool:

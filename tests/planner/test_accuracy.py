@@ -21,8 +21,14 @@ def core_errors() -> list[float]:
 def test_step_times_of_tuned_stacks_are_within_their_goals() -> None:
     found = core_errors()
     assert mean(found) <= 0.035
-    assert median(found) <= 0.031
+    assert median(found) <= 0.027
     assert max(found) <= 0.20
+
+
+def test_all_of_vtrains_clusters_rows_are_below_their_own_simulators_error() -> None:
+    found = [error(r) for r in table("vtrain_multi")]
+    assert mean(found) < 0.08
+    assert max(found) > 0.4  # rows that double are among them
 
 
 def test_megatron_core_on_h100_is_within_five_percent() -> None:

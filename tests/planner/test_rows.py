@@ -42,6 +42,15 @@ def test_a_blank_is_the_planners_own_best() -> None:
     assert predict({**pipeline, "vpp": ""}).iter_time_s <= min(depths.values())
 
 
+def test_zero1_is_on_where_a_row_says_so_or_nothing_fits_without() -> None:
+    row = {**ROW, "gpus": "64", "tp": "8", "dp": "8", "gbs": "32"}
+    off, on, blank = (predict({**row, "zero": z}) for z in ("0", "1", ""))
+    assert blank.iter_time_s == off.iter_time_s != on.iter_time_s
+    large = {**row, "tp": "4", "gpus": "32"}  # 100 GB of state a GPU without, 40 with
+    found = predict({**large, "zero": ""}).estimate
+    assert found is not None and found.job.parallel.zero1
+
+
 def test_the_scalar_is_that_of_framework_and_cluster() -> None:
     known = ROW["framework"], ROW["cluster"]
     stacks = load_stacks()

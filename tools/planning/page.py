@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.parallel_config import ParallelConfig
 from megalite.planner.advice import advice, bubble_warning, sensitivity
 from megalite.planner.search import Point, Ranking
 from megalite.report.chart import HEIGHT, WIDTH
@@ -13,7 +14,7 @@ from megalite.report.pipeline import cell_keys, timeline_figure
 from megalite.report.series import tick_labels, ticks
 from megalite.report.style import stylesheet
 from megalite.schedule.simulate import Timeline
-from tools.planning.words import GB
+from tools.planning.words import GB, size_of
 
 _HEAD = """<meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -40,7 +41,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 def render(r: Ranking, timeline: Timeline, command: str) -> str:
     """A page that fetches nothing and runs nothing."""
     hw, shape = r.request.machine.hw, r.request.shape
-    title = f"{shape.num_parameters() / GB:.1f}B parameters on {r.request.gpus:,} x {hw.name}"
+    title = f"{size_of(shape.num_parameters())} parameters on {r.request.gpus:,} x {hw.name}"
     about = (
         f"{r.request.global_batch:,} sequences of {shape.seq:,} tokens a step; "
         f"{r.num_layouts:,} layouts bounded, {r.num_simulated:,} simulated"
@@ -81,13 +82,11 @@ def _table(r: Ranking) -> Html:
     return tag("table", head, tag("tbody", *rows))
 
 
-def _words(p: object, dp: int, micro_batch: int) -> str:
-    get = p.__getattribute__
-    words = [f"tp {get('tp')}, pp {get('pp')} x {get('virtual_stages')}, dp {dp}"]
-    words += [str(get("schedule")), f"micro-batch {micro_batch}", f"recompute {get('recompute')}"]
-    words += ["sequence parallel"] * bool(get("sequence_parallel"))
-    words += ["zero1"] * bool(get("zero1")) + [str(get("partition"))]
-    return ", ".join(words)
+def _words(p: ParallelConfig, dp: int, micro_batch: int) -> str:
+    words = [f"tp {p.tp}, pp {p.pp} x {p.virtual_stages}, dp {dp}", p.schedule]
+    words += [f"micro-batch {micro_batch}", f"recompute {p.recompute}"]
+    words += ["sequence parallel"] * p.sequence_parallel + ["zero1"] * p.zero1
+    return ", ".join([*words, str(p.partition)])
 
 
 def _refused(r: Ranking) -> Html:

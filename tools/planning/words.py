@@ -14,6 +14,11 @@ GB = 1e9
 _PARTS = ("weights", "gradients", "optimizer", "activations", "work", "buffers", "reserve")
 
 
+def size_of(number: float) -> str:
+    """Parameters, in millions or billions."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
 def layout_json(e: Estimate) -> dict[str, Any]:
     """One layout, in the words of the configuration."""
     p, job = e.job.parallel, e.job
@@ -65,7 +70,7 @@ def ranking_json(r: Ranking) -> dict[str, Any]:
 
 def ranking_text(r: Ranking) -> str:
     head = (
-        f"{r.request.shape.num_parameters() / GB:.1f}B parameters on {r.request.gpus:,} x "
+        f"{size_of(r.request.shape.num_parameters())} parameters on {r.request.gpus:,} x "
         f"{r.request.machine.hw.name}, {r.request.global_batch:,} sequences a step: "
         f"{r.num_layouts:,} layouts bounded, {r.num_simulated:,} simulated"
     )
