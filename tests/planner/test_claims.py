@@ -28,7 +28,7 @@ def step(**changes: Any) -> float:
     return predict({**MEGATRON, **{k: str(v) for k, v in changes.items()}}).iter_time_s
 
 
-@pytest.mark.parametrize("batch", [32, 128])
+@pytest.mark.parametrize("batch", [32, pytest.param(128, marks=pytest.mark.full)])
 def test_tp_of_a_node_is_best_and_both_extremes_are_worse(batch: int) -> None:  # figure 13
     shape = {"layers": 32, "hidden": 20480, "heads": 128, "gpus": 64, "mbs": 1, "gbs": batch}
     times = {tp: step(**shape, tp=tp, pp=64 // tp) for tp in (2, 4, 8, 16, 32)}
@@ -36,7 +36,7 @@ def test_tp_of_a_node_is_best_and_both_extremes_are_worse(batch: int) -> None:  
     assert min(times[2], times[32]) > 1.1 * times[8]
 
 
-@pytest.mark.parametrize("batch", [32, 512])
+@pytest.mark.parametrize("batch", [32, pytest.param(512, marks=pytest.mark.full)])
 def test_more_pp_or_more_tp_of_a_small_model_is_slower(batch: int) -> None:  # figures 14 and 15
     shape = {"layers": 32, "hidden": 3840, "heads": 32, "gpus": 64, "mbs": 1, "gbs": batch}
     by_pp = [step(**shape, tp=1, pp=pp) for pp in (2, 4, 8, 16, 32)]
@@ -46,6 +46,7 @@ def test_more_pp_or_more_tp_of_a_small_model_is_slower(batch: int) -> None:  # f
     assert by_tp[-1] / by_tp[-2] > 1.5  # beyond a node
 
 
+@pytest.mark.full
 def test_interleaving_gains_least_in_a_large_batch() -> None:  # figure 12
     shape = {"layers": 96, "hidden": 12288, "heads": 96, "gpus": 96, "tp": 8, "pp": 12, "mbs": 1}
     gains = [

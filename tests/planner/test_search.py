@@ -119,6 +119,7 @@ def test_the_largest_jobs_are_answered(shape: ModelShape, gpus: int, batch: int)
     assert 0.3 < found.best[0].mfu < 0.8
 
 
+@pytest.mark.full
 def test_a_pipeline_of_128_ranks_is_simulated() -> None:
     fixed: dict[str, object] = {"tp": 8, "pp": 128, "micro_batch": 1, "schedule": "1f1b"}
     shape = ModelShape(128, 25600, 160, 2048, 51200)

@@ -58,6 +58,11 @@ def test_what_rank_writes_can_be_run_and_shown(
     cfg = load_config(["--config", str(tmp_path / "config.yaml"), "--data.path", "corpora/mine"])
     assert violations(cfg, 16) == []
     assert cfg.parallel.pp == 2 and cfg.train.global_batch_size == 64
+    words = ["--pp", "4", "--partition", "balanced", "--write", str(tmp_path / "balanced")]
+    assert run(capsys, "rank", *SMALL, *words)[0] == 0
+    cfg = load_config(["--config", str(tmp_path / "balanced/config.yaml"), "--data.path", "x"])
+    assert not isinstance(cfg.parallel.partition, str)
+    assert sum(cfg.parallel.partition) == 24 and violations(cfg, 16) == []
     submit = (tmp_path / "submit.sh").read_text()
     assert "sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sbatch --config" in submit
     text = page.read_text()

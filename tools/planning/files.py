@@ -8,20 +8,23 @@ from typing import Any
 
 import yaml
 
-from megalite.planner.estimate import Estimate
+from megalite.planner.estimate import Estimate, Estimator
 from model.config import GPTConfig
 
 CONFIG, SUBMIT = "config.yaml", "submit.sh"
 
 
 def config_of(e: Estimate, model: GPTConfig, dtype: str) -> dict[str, Any]:
-    """What ``launch/pretrain_gpt.py --config`` reads; data and optimizer are left to the user."""
+    """What ``launch/pretrain_gpt.py --config`` reads; data and optimizer are left to the user.
+
+    A balanced partition is written out: what was simulated is what runs."""
     usual = GPTConfig()
     shown = {f.name: getattr(model, f.name) for f in fields(GPTConfig)}
     p = e.job.parallel
     kept = ("tp", "pp", "virtual_stages", "schedule", "sequence_parallel", "zero1", "recompute")
     parallel = {name: asdict(p)[name] for name in kept}
-    parallel["partition"] = p.partition if isinstance(p.partition, str) else list(p.partition)
+    layers = Estimator(e.job, e.machine).layers
+    parallel["partition"] = "uniform" if p.partition == "uniform" else [len(r) for r in layers]
     return {
         "model": {k: v for k, v in shown.items() if v != getattr(usual, k)},
         "parallel": parallel,
