@@ -41,7 +41,10 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},
     packages=find_packages(include=[f"{name}{sub}" for name in PACKAGES for sub in ("", ".*")]),
-    package_data={"launch": ["configs/*.yaml"], "megalite": ["py.typed"]},
+    package_data={
+        "launch": ["configs/*.yaml"],
+        "megalite": ["py.typed", "planner/hardware/*.yaml"],
+    },
     install_requires=RUNTIME,
     extras_require={"dev": DEV},
 )

@@ -98,37 +98,105 @@ def simulate_step(plan: Plan, costs: Costs) -> Timeline:
     """
     if costs.num_stages != plan.num_stages:
         raise ValueError(f"times must be given for each of the {plan.num_stages} stages")
-    return _Run(plan, costs).run()
+    return Simulator(plan).run(costs)
+
+
+class Simulator:
+    """A lowered plan made ready to be run with many costs (see ``simulate_step``)."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.messages = _Messages(plan)
+        self.steps = [self.messages.steps(actions) for actions in plan.actions]
+
+    def run(self, costs: Costs) -> Timeline:
+        """When each action runs; raises as ``simulate_step``."""
+        return _Run(self, costs).run()
+
+
+_TIMED = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.BACKWARD)
+_UNTIMED = -1
+_Steps = tuple[list[int], list[int], list[int]]
+"""Of each action of a rank: the message that it waits for and the one that it posts (-1: none),
+and which time it takes: a place in the list of F, I, W and B of all stages, or -1 for none, or
+-2 - stage for a reduction. Three lists of numbers, which the garbage collector never visits."""
+
+
+class _Messages:
+    """Messages have numbers: stage that takes it x microbatches + microbatch, and gradients lie
+    behind all activations. What needs no message counts as arrived at 0: a stage's order on its
+    own rank is the list's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.num_stages, m = plan.num_stages, plan.num_microbatches
+        self.num_microbatches = m
+        self.gradients = gradients = plan.num_stages * m  # number of the first one
+        self.needless = [
+            first + stage * m
+            for stage in range(plan.num_stages)
+            for neighbour, first in ((stage - 1, 0), (stage + 1, gradients))
+            if plan.peer(stage, neighbour) is None
+        ]
+        # From an action's own number to that of the message it waits for, and that it posts.
+        self.effects: dict[Op, tuple[int, int]] = {
+            Op.FORWARD: (0, -1),
+            Op.BACKWARD: (gradients, -1),
+            Op.INPUT_GRAD: (gradients, -1),
+            Op.WEIGHT_GRAD: (-1, -1),
+            Op.RECV_F: (-1, 0),
+            Op.RECV_B: (-1, gradients),
+            Op.SEND_F: (-1, m),
+            Op.SEND_B: (-1, gradients - m),
+            Op.WAIT_F: (m, -1),
+            Op.WAIT_B: (gradients - m, -1),
+            Op.REDUCE: (-1, -1),
+        }
+        self.timed = {op: i * plan.num_stages for i, op in enumerate(_TIMED)}
+        ranks = plan.rank_of
+        pp, last = plan.pp, plan.num_stages - 1
+        forward = [ranks[max(s - 1, 0)] * pp + ranks[s] for s in range(last + 1)]
+        back = [(pp + ranks[min(s + 1, last)]) * pp + ranks[s] for s in range(last + 1)]
+        self.channels = [*forward, *back]  # of a stage's activations, of its gradients
+        self.num_channels = 2 * pp * pp
+
+    def number(self, a: Action) -> int:
+        return a.stage * self.num_microbatches + a.microbatch
+
+    def steps(self, actions: Sequence[Action]) -> _Steps:
+        m, effects, timed = self.num_microbatches, self.effects, self.timed
+        needed, posted, slots = [], [], []
+        for a in actions:
+            needs, posts = effects[a.op]
+            number = a.stage * m + a.microbatch
+            needed.append(needs + number if needs >= 0 else -1)
+            posted.append(posts + number if posts >= 0 else -1)
+            place = timed.get(a.op, _UNTIMED)
+            slots.append(place + a.stage if place >= 0 else _UNTIMED)
+            if a.op is Op.REDUCE:
+                slots[-1] = -2 - a.stage
+        return needed, posted, slots
 
 
 class _Run:
-    """Ranks advance one at a time as far as they can: order is by dependency, not by time.
+    """Ranks advance one at a time as far as they can: order is by dependency, not by time."""
 
-    A message has a number: stage that takes it x microbatches + microbatch, and gradients lie
-    behind all activations. What needs no message counts as arrived at 0: a stage's order on its
-    own rank is the list's.
-    """
-
-    def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
-        self.num_microbatches, self.rank_of = plan.num_microbatches, plan.rank_of
-        self.gradients = plan.num_stages * plan.num_microbatches  # number of the first one
-        self.posted = [_NEVER] * (2 * self.gradients)  # when the first of the two ends was
-        self.arrived = [_NEVER] * (2 * self.gradients)
-        for stage in range(plan.num_stages):
-            for neighbour, first in ((stage - 1, 0), (stage + 1, self.gradients)):
-                if plan.peer(stage, neighbour) is None:
-                    start = first + stage * plan.num_microbatches
-                    for message in range(start, start + plan.num_microbatches):
-                        self.arrived[message] = 0.0
-        self.effects = self._effects()
+    def __init__(self, simulator: Simulator, costs: Costs) -> None:
+        self.plan, self.costs, self.steps = simulator.plan, costs, simulator.steps
+        self.messages = messages = simulator.messages
+        self.posted = [_NEVER] * (2 * messages.gradients)  # when the first of the two ends was
+        self.arrived = [_NEVER] * (2 * messages.gradients)
+        for start in messages.needless:
+            for message in range(start, start + messages.num_microbatches):
+                self.arrived[message] = 0.0
+        whole = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
+        self.times = [*costs.forward, *costs.input_grad, *costs.weight_grad, *whole]
         self.waiting: dict[int, list[int]] = {}  # message -> ranks that stand before it
-        self.free: dict[tuple[int, int, bool], float] = {}  # channel -> arrival of its last message
-        self.now = [0.0] * plan.pp
-        self.reduced = [0.0] * plan.pp  # end of a rank's last reduction
-        self.start: list[list[float]] = [[] for _ in plan.actions]
-        self.end: list[list[float]] = [[] for _ in plan.actions]
-        self.runnable = list(range(plan.pp))
+        self.free = [0.0] * messages.num_channels  # arrival of a channel's last message
+        self.now = [0.0] * self.plan.pp
+        self.reduced = [0.0] * self.plan.pp  # end of a rank's last reduction
+        self.start: list[list[float]] = [[] for _ in self.plan.actions]
+        self.end: list[list[float]] = [[] for _ in self.plan.actions]
+        self.runnable = list(range(self.plan.pp))
 
     def run(self) -> Timeline:
         while self.runnable:
@@ -138,53 +206,34 @@ class _Run:
             raise ScheduleError(self._deadlock(stuck))
         return Timeline(self.plan, tuple(map(tuple, self.start)), tuple(map(tuple, self.end)))
 
-    def _effects(self) -> dict[Op, tuple[int, int, Sequence[float]]]:
-        """For each op: from an action's own number to that of the message that it waits for, and
-        to that of the one it posts (-1: none), and what it costs on each stage."""
-        costs, m, gradients = self.costs, self.num_microbatches, self.gradients
-        whole = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
-        nothing = [0.0] * costs.num_stages
-        return {
-            Op.FORWARD: (0, -1, costs.forward),
-            Op.BACKWARD: (gradients, -1, whole),
-            Op.INPUT_GRAD: (gradients, -1, costs.input_grad),
-            Op.WEIGHT_GRAD: (-1, -1, costs.weight_grad),
-            Op.RECV_F: (-1, 0, nothing),
-            Op.RECV_B: (-1, gradients, nothing),
-            Op.SEND_F: (-1, m, nothing),
-            Op.SEND_B: (-1, gradients - m, nothing),
-            Op.WAIT_F: (m, -1, nothing),
-            Op.WAIT_B: (gradients - m, -1, nothing),
-            Op.REDUCE: (-1, -1, costs.reduce or nothing),
-        }
-
     def _advance(self, rank: int) -> None:
         """Runs a rank until its list ends or a message is missing."""
-        actions, starts, ends = self.plan[rank], self.start[rank], self.end[rank]
-        now, m, effects, arrived = self.now[rank], self.num_microbatches, self.effects, self.arrived
-        for step in range(len(ends), len(actions)):
-            a = actions[step]
-            needs, posts, cost = effects[a.op]
+        needed, posted, slots = self.steps[rank]
+        starts, ends = self.start[rank], self.end[rank]
+        now, arrived, times = self.now[rank], self.arrived, self.times
+        for step in range(len(ends), len(slots)):
+            needs, slot = needed[step], slots[step]
             if needs >= 0:
-                needs += a.stage * m + a.microbatch
                 arrival = arrived[needs]
                 if arrival == _NEVER:
                     self.waiting.setdefault(needs, []).append(rank)
                     break
                 if arrival > now:
                     now = arrival
-            elif posts >= 0:
-                self._post(posts + a.stage * m + a.microbatch, now)
-            if a.op is Op.REDUCE:
-                now = self._reduce(rank, now, cost[a.stage])
+            elif (posts := posted[step]) >= 0:
+                self._post(posts, now)
+            if slot <= -2:
+                now = self._reduce(rank, now, -2 - slot)
                 continue
             starts.append(now)
-            now += cost[a.stage]
+            if slot >= 0:
+                now += times[slot]
             ends.append(now)
         self.now[rank] = now
 
-    def _reduce(self, rank: int, now: float, cost: float) -> float:
+    def _reduce(self, rank: int, now: float, stage: int) -> float:
         """A reduction follows the one before it; the time at which the rank goes on."""
+        cost = self.costs.reduce[stage] if self.costs.reduce else 0.0
         start = max(now, self.reduced[rank])
         self.reduced[rank] = start + cost
         self.start[rank].append(start)
@@ -193,16 +242,15 @@ class _Run:
 
     def _post(self, message: int, now: float) -> None:
         """The second of a message's two ends to be posted sets it going."""
-        if self.posted[message] == _NEVER:
+        first = self.posted[message]
+        if first == _NEVER:
             self.posted[message] = now
             return
-        gradient, at = divmod(message, self.gradients)
-        to = at // self.num_microbatches
-        source = to + 1 if gradient else to - 1
-        channel = (self.rank_of[source], self.rank_of[to], bool(gradient))
-        begin = max(now, self.posted[message], self.free.get(channel, 0.0))
+        channel = self.messages.channels[message // self.messages.num_microbatches]
+        begin = max(now, first, self.free[channel])
         self.free[channel] = self.arrived[message] = begin + self.costs.comm
-        self.runnable.extend(self.waiting.pop(message, ()))
+        if message in self.waiting:
+            self.runnable.extend(self.waiting.pop(message))
 
     def _deadlock(self, stuck: Sequence[int]) -> str:
         """Follows the waits from a stuck rank until they close a circle."""
@@ -224,13 +272,11 @@ class _Run:
     def _waits_for(self, rank: int, step: int) -> tuple[int, Action]:
         """The rank and the post that the action at ``step`` waits for."""
         a = self.plan[rank][step]
-        message = self.effects[a.op][0] + self._number(a)
+        effects, number = self.messages.effects, self.messages.number
+        message = effects[a.op][0] + number(a)
         for peer, actions in enumerate(self.plan.actions):
             for other in actions[len(self.end[peer]) :]:
-                posts = self.effects[other.op][1]
-                if peer != rank and posts >= 0 and posts + self._number(other) == message:
+                posts = effects[other.op][1]
+                if peer != rank and posts >= 0 and posts + number(other) == message:
                     return peer, other
         raise ScheduleError(f"rank {rank}, step {step}: {a} waits for a message nobody posts")
-
-    def _number(self, a: Action) -> int:
-        return a.stage * self.num_microbatches + a.microbatch

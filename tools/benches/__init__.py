@@ -14,6 +14,7 @@ BENCHES: dict[str, str] = {
     "gpu": "tools.benches.gpu",
     "layouts": "tools.benches.layouts",
     "pipeline": "tools.benches.pipeline",
+    "planner": "tools.benches.planner",
     "recovery": "tools.benches.recovery",
     "size": "tools.benches.size",
 }

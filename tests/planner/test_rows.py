@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megalite.planner.constants import Stacks, load_stacks
+from megalite.planner.rows import INPUTS, predict
+from tests.planner.tables import table
+
+ROW = next(iter(table("korthikanti_table5")))
+
+
+def test_measured_columns_are_never_read() -> None:
+    rng = random.Random(1)
+    for name in ("megatron21_table1", "megatron_h100_weak", "korthikanti_table5"):
+        for row in table(name)[:2]:
+            others = [c for c in row if c not in INPUTS]
+            expected = predict(row)
+            blank = predict({**row, **dict.fromkeys(others, "")})
+            noise = predict({**row, **{c: str(rng.random()) for c in others}})
+            missing = predict({c: v for c, v in row.items() if c in INPUTS})
+            for found in (blank, noise, missing):
+                assert (found.iter_time_s, found.mem_gb) == (expected.iter_time_s, expected.mem_gb)
+            assert predict({**row, "gbs": str(2 * int(row["gbs"]))}).iter_time_s > (
+                1.2 * expected.iter_time_s
+            )
+
+
+def test_a_question_mark_belongs_to_a_value() -> None:
+    doubtful = {**ROW, "recompute": "full?", "attn": "fused-softmax?", "seq_par": "0?"}
+    assert predict(doubtful).iter_time_s == predict(ROW).iter_time_s
+
+
+def test_a_blank_is_the_planners_own_best() -> None:
+    row = {**ROW, "gbs": "16", "dp": "1"}
+    each = {m: predict({**row, "mbs": m}).iter_time_s for m in ("1", "2", "4")}
+    assert predict({**row, "mbs": ""}).iter_time_s <= min(each.values())
+    pipeline = {**ROW, "tp": "2", "pp": "4", "gbs": "64", "mbs": "1", "schedule": ""}
+    depths = {v: predict({**pipeline, "vpp": v}).iter_time_s for v in ("1", "2", "3", "12")}
+    assert len(set(depths.values())) == 4
+    assert predict({**pipeline, "vpp": ""}).iter_time_s <= min(depths.values())
+
+
+def test_zero1_is_on_where_a_row_says_so_or_nothing_fits_without() -> None:
+    row = {**ROW, "gpus": "64", "tp": "8", "dp": "8", "gbs": "32"}
+    off, on, blank = (predict({**row, "zero": z}) for z in ("0", "1", ""))
+    assert blank.iter_time_s == off.iter_time_s != on.iter_time_s
+    large = {**row, "tp": "4", "gpus": "32"}  # 100 GB of state a GPU without, 40 with
+    found = predict({**large, "zero": ""}).estimate
+    assert found is not None and found.job.parallel.zero1
+
+
+def test_the_scalar_is_that_of_framework_and_cluster() -> None:
+    known = ROW["framework"], ROW["cluster"]
+    stacks = load_stacks()
+    plain = predict({**ROW, "cluster": "another"}, stacks=stacks)
+    twice = Stacks(stacks.frameworks, stacks.net_bytes_s, {known: 2.0})
+    assert predict(ROW, stacks=twice).iter_time_s == pytest.approx(2 * plain.iter_time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": ""},
+        {"hidden": "0"},
+        {"tp": "7"},
+        {"pp": "1000"},
+        {"gpus": "3"},
+        {"gpu": "unknown"},
+        {"gbs": ""},
+        {"schedule": "never-heard-of"},
+        {"heads": "x"},
+        {"vpp": "0"},
+        dict.fromkeys(INPUTS, ""),
+    ],
+)
+def test_every_row_gets_a_prediction(changes: dict[str, str]) -> None:
+    found = predict({**ROW, **changes})
+    assert 0 < found.iter_time_s < 1e9
+    assert found.mem_gb > 0

@@ -1,0 +1,45 @@
+"""``predict``: a CSV of runs, with what the planner makes of them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from megalite.errors import ConfigError
+from megalite.planner.rows import predict
+
+ADDED = ("pred_iter_time_s", "pred_mem_gb")
+
+
+def predict_file(source: Path, target: Path) -> int:
+    """Adds the predictions to every row; the number of rows.
+
+    Raises:
+        ConfigError: if the file cannot be read, or has no columns of a model.
+    """
+    try:
+        text = source.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError("--csv", f"{source} cannot be read: {reason}", "Name a CSV") from error
+    reader = csv.DictReader(text.splitlines(keepends=True))
+    columns = list(reader.fieldnames or ())
+    missing = [name for name in ("layers", "hidden", "gpus", "gbs") if name not in columns]
+    if missing:
+        raise ConfigError(
+            "--csv", f"{source} has no column {', '.join(missing)}", "See docs/planner.md"
+        )
+    rows = list(reader)
+    for row in rows:
+        found = predict(row)
+        row.update(pred_iter_time_s=f"{found.iter_time_s:.6g}", pred_mem_gb=f"{found.mem_gb:.4g}")
+    with target.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(
+            file,
+            [*(c for c in columns if c not in ADDED), *ADDED],
+            extrasaction="ignore",
+            lineterminator="\n",
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+    return len(rows)
