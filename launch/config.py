@@ -111,10 +111,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# Settings that are read but not carried out in this version, and the values that are refused;
-# without values: all but the default.
-UNSUPPORTED: tuple[tuple[str, tuple[Value, ...]], ...] = (("run.wandb", ("online", "offline")),)
-
 _AT_LEAST = {
     "model.vocab_size": 0,
     "optim.lr": 0,
@@ -244,7 +240,7 @@ def check(cfg: Config, world_size: int) -> None:
 def violations(cfg: Config, world_size: int) -> list[ConfigError]:
     """Every rule of layouts and of values that a configuration breaks."""
     layout = layout_problems(cfg, world_size) or [*_changes(cfg, world_size)]
-    return [*layout, *_bounds(cfg), *_model(cfg.model), *_data(cfg), *_files(cfg), *_refused(cfg)]
+    return [*layout, *_bounds(cfg), *_model(cfg.model), *_data(cfg), *_files(cfg)]
 
 
 def layout_problems(cfg: Config, world_size: int) -> list[ConfigError]:
@@ -353,18 +349,6 @@ def _files(cfg: Config) -> Iterator[ConfigError]:
             f"there is no directory {resume!r}",
             "Use auto, none, or the directory of a checkpoint",
         )
-
-
-def _refused(cfg: Config) -> Iterator[ConfigError]:
-    values, defaults = values_of(cfg), values_of(Config())
-    for name, refused in UNSUPPORTED:
-        value = values[name]
-        if value in refused or (not refused and value != defaults[name]):
-            yield ConfigError(
-                name,
-                f"{value} is not supported in this version",
-                "Leave it out" + (f", or use {defaults[name]}" if defaults[name] != () else ""),
-            )
 
 
 def check_same_run(cfg: Config, saved_yaml: str | Path) -> list[tuple[str, Value, Value]]:

@@ -12,7 +12,6 @@ import pytest
 
 from data.config import DataConfig, sources
 from launch.config import (
-    UNSUPPORTED,
     Config,
     check,
     check_same_run,
@@ -23,7 +22,7 @@ from launch.config import (
     resolve_vocab,
     violations,
 )
-from megalite.config import field_types, to_yaml, values_of
+from megalite.config import to_yaml, values_of
 from megalite.errors import ConfigError
 from megalite.parallel_config import problems
 from model.config import PRESETS
@@ -135,6 +134,7 @@ def test_a_value_that_cannot_work_is_named(flags: list[str], field: str) -> None
         ["--optim.lr", "0", "--optim.min_lr", "0"],
         ["--train.global_batch_size", "1", "--train.micro_batch_size", "8"],
         ["--train.dtype", "fp64", "--run.wandb", "disabled"],
+        ["--run.wandb", "online"],
         ["--checkpoint.every", "0", "--train.eval_every", "0"],
         ["--checkpoint.resume", str(ROOT)],
         ["--model.ffn_hidden_size", "64", "--model.hidden_size", "32"],
@@ -142,16 +142,6 @@ def test_a_value_that_cannot_work_is_named(flags: list[str], field: str) -> None
 )
 def test_a_value_at_the_edge_can_work(flags: list[str]) -> None:
     assert broken(*flags) == []
-
-
-@pytest.mark.parametrize("name", [name for name, _ in UNSUPPORTED])
-def test_what_is_not_supported_is_refused_and_its_default_is_not(name: str) -> None:
-    refused = dict(UNSUPPORTED)[name]
-    value = refused[0] if refused else "0.5"
-    word = "7" if field_types(Config)[name] is int else str(value)
-    fields = violations(of(f"--{name}", word), 1)
-    assert [error.field for error in fields] == [name]
-    assert "not supported in this version" in fields[0].problem
 
 
 def test_the_first_of_several_problems_counts_the_others() -> None:
