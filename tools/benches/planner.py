@@ -25,7 +25,7 @@ from tools.benches.rows import Goal, Row, Sample
 from tools.planning.measure import measure
 from tools.planning.models import shape_of
 
-REPETITIONS = 5
+REPETITIONS = 3
 NEAR = 1.10
 STATE_NEAR = 1.05
 
