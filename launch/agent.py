@@ -70,7 +70,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         limits = self._meeting.place.limits
         self._control.begin(self._meeting.joined.round, limits.min_nodes < limits.max_nodes)
-        self._control.ask_stop(self.asked)
+        self._control.ask_stop(False)
+        if self.asked:  # looked at last: a signal may come at any moment
+            self._control.ask_stop()
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 

@@ -18,9 +18,9 @@ from tools.benches.ranks import BenchError
 from tools.benches.rows import Goal, Row, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS, KILLS, LIMIT_S = 4, 20, 60.0
+RANKS, KILLS, PEER_KILLS, LIMIT_S = 4, 20, 7, 60.0
 OURS = ["launch/elastic.py", "--standalone", "--nproc-per-node", str(RANKS)]
-PLAIN = ["-m", "torch.distributed.run", *OURS[1:], "--max-restarts", str(KILLS)]
+PLAIN = ["-m", "torch.distributed.run", *OURS[1:], "--max-restarts", str(PEER_KILLS)]
 RUN = [
     *("launch/pretrain_gpt.py", "--config", "launch/configs/gpt_tiny_cpu.yaml"),
     *("--train.steps", "100000", "--train.eval_every", "0", "--train.micro_batch_size", "2"),
@@ -33,23 +33,23 @@ def run() -> list[Row]:
     """The goal holds the time of the checkpoint's load on our side, too: it is a few ms here."""
     limit = Sample((1.0,))
     with tempfile.TemporaryDirectory(prefix="recover_", dir="/tmp") as folder:
-        ours = Sample(tuple(measure(OURS, Path(folder, "ours"))))
-        plain = Sample(tuple(measure(PLAIN, Path(folder, "plain"))))
-    name = f"kill -9 of one of {RANKS} ranks to all stepping, s, {KILLS} kills"
+        ours = Sample(tuple(measure(OURS, Path(folder, "ours"), KILLS)))
+        plain = Sample(tuple(measure(PLAIN, Path(folder, "plain"), PEER_KILLS)))
+    name = f"kill -9 of one of {RANKS} ranks to all stepping, s"
     return [
         Row(f"{name}; peer: the goal", ours, limit, Goal("at most", 1.0)),
         Row(f"{name}; peer: torchrun", ours, plain, inverse=True),
     ]
 
 
-def measure(launcher: list[str], folder: Path) -> Iterator[float]:
+def measure(launcher: list[str], folder: Path, kills: int) -> Iterator[float]:
     """The time of each kill."""
     folder.mkdir()
     control, rng = folder / "control", random.Random(1)
     Control.create(control, RANKS)
     with running(launcher, folder, control) as process:
         wait(process, folder, control, 0.0)
-        for _ in range(KILLS):
+        for _ in range(kills):
             time.sleep(rng.uniform(0.1, 0.6))
             workers = workers_of(process.pid)
             struck = time.time()
