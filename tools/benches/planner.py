@@ -112,10 +112,9 @@ def train(transport: TorchTransport, repetitions: int) -> dict[str, tuple[list[f
         before = held_bytes()
         training = build(trial.work.config(trial.mesh.dp, **trial.parallel), mesh)
         data = Batch(*trial.work.batch())
-        training.step(data, 1e-4)
-        state = held_bytes() - before
         step = partial(training.step, data, 1e-4)
         times = time_in_turn(mesh.world, {name: step}, repetitions)
+        state = held_bytes() - before
         found[name] = (times[name], state)
         del training, step
         mesh.close()
