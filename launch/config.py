@@ -219,13 +219,16 @@ def resolve_vocab(cfg: Config, tokenizer_size: int) -> Config:
 def fit(cfg: Config, world_size: int) -> Config:
     """``cfg`` in the legal layout nearest to its own, where ``world_size`` ranks cannot have that.
 
-    The global batch and the order of samples know no layout, so they stay.
+    The global batch and the order of samples know no layout, so they stay. Changes in mid-run that
+    so few ranks cannot make are left out.
     """
-    facts = facts_of(cfg.model)
-    if not parallel_config.problems(cfg.parallel, facts, world_size):
-        return cfg
-    near = parallel_config.nearest_legal(cfg.parallel, facts, world_size, 1)
-    return replace(cfg, parallel=near[0]) if near else cfg
+    facts, parallel = facts_of(cfg.model), cfg.parallel
+    if parallel_config.problems(parallel, facts, world_size):
+        near = parallel_config.nearest_legal(parallel, facts, world_size, 1)
+        parallel = near[0] if near else parallel
+    if any(_changes(replace(cfg, parallel=parallel), world_size)):
+        parallel = replace(parallel, reconfigure=())
+    return replace(cfg, parallel=parallel)
 
 
 def check(cfg: Config, world_size: int) -> None:

@@ -324,10 +324,16 @@ def test_help_is_printed_by_one_rank(
 
 def test_fewer_ranks_get_the_nearest_legal_layout_with_the_same_batch() -> None:
     cfg = load_config(["--model.num_heads", "4", "--parallel.tp", "2", "--parallel.pp", "2"])
-    same = fit(cfg, 8)
-    assert same is cfg
+    assert fit(cfg, 8) == cfg
     smaller = fit(cfg, 2)
     assert (smaller.parallel.tp, smaller.parallel.pp) in ((2, 1), (1, 2))
     assert smaller.train == cfg.train and not problems(smaller.parallel, facts_of(cfg.model), 2)
     for world in (1, 2, 3, 5, 6, 7):
         assert not problems(fit(cfg, world).parallel, facts_of(cfg.model), world)
+
+
+def test_fewer_ranks_leave_out_changes_that_they_cannot_make() -> None:
+    changes = ("5:tp=4,pp=1", "9:tp=1")
+    cfg = load_config(["--model.num_heads", "4", "--parallel.reconfigure", *changes])
+    assert fit(cfg, 8) == cfg and fit(cfg, 4) == cfg
+    assert fit(cfg, 2).parallel == replace(cfg.parallel, reconfigure=())
