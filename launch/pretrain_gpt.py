@@ -144,6 +144,12 @@ def train(
             if profile and step == min(done + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
             stops = recorder.stop_asked and step < last
+            # Before the save, so that no restart leaves one out. A stop has no time for it.
+            if is_due(step, cfg.train.eval_every, last) and not stops:
+                place.at(Phase.EVALUATION)
+                limit = cfg.train.eval_batches
+                loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
+                recorder.evaluation(step, *evaluate(training, loaders))
             saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at or stops
             if saves:
                 place.at(Phase.SAVE)
@@ -151,11 +157,6 @@ def train(
             recorder.saves(saver.finished())
             if stops:
                 break
-            if is_due(step, cfg.train.eval_every, last):
-                place.at(Phase.EVALUATION)
-                limit = cfg.train.eval_batches
-                loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
-                recorder.evaluation(step, *evaluate(training, loaders))
             wanted = layouts.due(step, recorder, share) if step < last else None
             change = prepare(wanted, training, layouts, recorder, saver, saves) if wanted else None
             if change:
