@@ -23,6 +23,8 @@ from launch.meeting import Ended, Meeting
 from megalite.resilience.stop import Control
 
 BAD_INPUT, STOPPED = 2, 75
+SERVER_GONE = 255
+"""What multiprocessing says of a worker whose forkserver is gone."""
 SAME_FAILURES, SAME_KILLS = 3, 10
 """So many times in a row without a new step, and it is a crash that no restart mends. SIGKILL comes
 from outside and may be chance."""
@@ -91,7 +93,7 @@ class Agent(LocalElasticAgent):
             return self._finished(worker_group)
         plan = self._meeting.plan
         if (self.asked or plan.exits) and not any(self._control.steps):
-            raise Ended(STOPPED, "")  # nothing has been done that could be saved
+            raise Ended(STOPPED, "stopped on request before the first step: nothing to save")
         if plan.regroup == "soft":
             self._control.ask_stop()
         return RunResult(WorkerState.HEALTHY)
@@ -141,6 +143,8 @@ def failure_of(failures: dict[int, ProcessFailure]) -> Failure:
     if code == BAD_INPUT:
         return Failure(code, text, text)
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    if code == SERVER_GONE and not text:
+        cause = "went with the process that forks workers, which is gone"
     head = f"rank {rank} (local rank {found.local_rank}) {cause}"
     last = text.strip().splitlines()[-1] if text.strip() else ""
     return Failure(code, f"{head}\n{text}".strip(), f"{rank} {code} {last}")

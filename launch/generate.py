@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
         cfg = config_of(args, checkpoint)
         parallel_config.check(cfg.parallel, facts_of(cfg.model), world.size)
         tokenizer = tokenizer_of(args.checkpoint, args.tokenizer, cfg.model)
+        check_text(args.prompt)
         prompts = [tokenizer.encode(text) or [tokenizer.eod] for text in args.prompt]
     except ConfigError as error:
         report_config_error(error)
@@ -48,6 +49,21 @@ def main(argv: Sequence[str]) -> None:
             run(args, cfg, mesh, checkpoint, tokenizer, prompts)
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         die(error, world)
+
+
+def check_text(prompts: Sequence[str]) -> None:
+    """A command line may hold bytes that are no text.
+
+    Raises:
+        ConfigError: that names the prompt.
+    """
+    for number, text in enumerate(prompts, 1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                "--prompt", f"number {number} is no UTF-8 at {error.start}", "Give it as UTF-8"
+            ) from error
 
 
 class Parser(argparse.ArgumentParser):

@@ -41,6 +41,8 @@ def main(argv: list[str]) -> NoReturn:
             code, text = _launch(argv, Path(folder))
         except ConfigError as error:
             code, text = 2, str(error)
+        except SystemExit as end:  # of the parser, which has said why
+            code, text = end.code if isinstance(end.code, int) else 1, ""
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     if text:
         print(text, file=sys.stderr)

@@ -234,7 +234,9 @@ class Recorder:
             if error is None:
                 done = self.position().step - self._begun
                 if self._num_skipped:
-                    self.say(f"{self._num_skipped} of {done} steps were skipped")
+                    self.say(
+                        f"{self._num_skipped} of {done} steps since step {self._begun} were skipped"
+                    )
         finally:
             self._progress.close()
             if self._tracker:

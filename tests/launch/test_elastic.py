@@ -65,6 +65,10 @@ def test_flags_that_cannot_work_are_named(flags: list[str], field: str) -> None:
 
 
 def test_bad_input_starts_nothing_and_is_said_once_and_last() -> None:
+    for words, code, said in ((["--help"], 0, ""), (["--bogus", TRAIN], 2, "error: ")):
+        found = run([*ELASTIC, *words])
+        assert found.code == code and said in found.output.splitlines()[-1]
+        assert "Traceback" not in found.output
     flags = ["--parallel.tp", "3"]
     found = run([*ELASTIC, "--nproc-per-node", "2", TRAIN, *TINY, *flags])
     assert found.code == 2

@@ -15,12 +15,13 @@ from torch import Tensor
 from data.tokenizer import Tokenizer, train_tokenizer
 from launch.build import build
 from launch.config import Config
-from launch.generate import main
+from launch.generate import check_text, main
 from launch.job import share_text
 from launch.sample import load_decoder, sample
 from launch.state import Position, open_saver, save_state
 from megalite.checkpoint.load import open_checkpoint
 from megalite.checkpoint.manifest import alone
+from megalite.errors import ConfigError
 from megalite.mesh import DONE, Axis, Mesh, Transport
 from megalite.parallel_config import mesh_shape
 from model.config import GPTConfig
@@ -206,6 +207,12 @@ def test_bad_input_is_named_with_exit_code_2(
     with pytest.raises(SystemExit, match="2"):
         main(words(root, *more))
     assert expected in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text_is_named() -> None:
+    check_text(["", "plain", "\u00e9\u4e16"])
+    with pytest.raises(ConfigError, match="--prompt: number 2 is no UTF-8 at 3"):
+        check_text(["plain", "abc\udcff"])
 
 
 def test_a_damaged_checkpoint_is_named_before_a_word_is_said(root: Path, tmp_path: Path) -> None:
