@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"plan.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -82,6 +85,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> str:
         case "measure":
             from tools.planning.measure import measure
 
+            if not args.out.absolute().parent.is_dir():
+                fix = "Make it, or name another"
+                raise ConfigError("--out", f"there is no folder {args.out.parent}", fix)
             return measure(args.out)
         case "fit":
             from tools.planning import fitting

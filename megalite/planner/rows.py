@@ -6,10 +6,12 @@ uncertain: it is taken all the same. A blank is the planner's own best.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 from megalite.errors import ConfigError, ScheduleError
 from megalite.parallel_config import ParallelConfig, divisors, problems
@@ -53,6 +55,17 @@ _SCHEDULES = {
     "interleaved": "interleaved_1f1b",
     "interleaved-1f1b": "interleaved_1f1b",
 }
+_LARGEST = {
+    **dict.fromkeys(("layers", "heads", "kv_heads"), 1e5),
+    **dict.fromkeys(("hidden", "ffn", "gpus", "tp", "pp", "vpp", "dp", "mbs", "gbs"), 1e7),
+    **dict.fromkeys(("gpu_mem_gb", "params_b"), 1e6),
+    **dict.fromkeys(("seq", "vocab"), 1e8),
+}
+"""Of the columns of numbers: what is above, not above 0, or no number says as little as a blank."""
+_FAMILIES = {
+    "b200": "b200", "b300": "b200", "h200": "h200", "h100": "h100", "h800": "h100",
+    "h20": "h100", "a100": "a100", "a800": "a100",
+}  # fmt: skip
 _BYTES = {"fp32": 4, "tf32": 4, "fp64": 8}
 _USUAL_MFU = 0.4
 """For a row that says too little to be simulated."""
@@ -87,7 +100,7 @@ def predict(
     try:
         shape = _shape(given, stacks)
         best = _best(shape, given, machine)
-    except (ConfigError, ScheduleError, ValueError, ZeroDivisionError, KeyError):
+    except (ConfigError, ScheduleError, ArithmeticError, LookupError, ValueError, MemoryError):
         best = None
     if best is None:
         return _by_size(given, machine)
@@ -99,9 +112,18 @@ def _given(row: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name in INPUTS:
         text = (row.get(name) or "").strip().removesuffix("?").strip()
-        if text:
+        if text and (name not in _LARGEST or _is_size(text, _LARGEST[name])):
             found[name] = text
+    if "gpus" not in found and all(name in found for name in ("tp", "pp", "dp")):
+        found["gpus"] = str(prod(_whole(found, name) for name in ("tp", "pp", "dp")))
     return found
+
+
+def _is_size(text: str, most: float) -> bool:
+    try:
+        return 0 < float(text) <= most
+    except ValueError:
+        return False
 
 
 def _number(given: Mapping[str, str], name: str, default: float = 0.0) -> float:
@@ -116,14 +138,18 @@ def _whole(given: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def _hardware(given: Mapping[str, str]) -> HardwareSpec:
-    gpu = given.get("gpu", "A100").lower().split()[0]
-    names = [f"{gpu}-{_whole(given, 'gpu_mem_gb')}", gpu, "a100-80"]
-    for name in names:
-        try:
-            return find_hardware(name)
-        except ConfigError:
-            continue
-    return find_hardware("a100-80")
+    text = given.get("gpu", "a100").lower()
+    gpu = next((f for name, f in _FAMILIES.items() if name in text), "a100")
+    if gpu == "a100":
+        small = given.get("gpu_mem_gb", "40" if re.search(r"\b40 ?g?", text) else "80")
+        return find_hardware("a100-40" if float(small) <= 48 else "a100-80")
+    return find_hardware(gpu)
+
+
+def is_known_gpu(row: Mapping[str, str]) -> bool:
+    """Whether the planner has this row's GPU; else it is taken for an A100."""
+    text = _given(row).get("gpu", "a100").lower()
+    return any(name in text for name in _FAMILIES)
 
 
 def _machine(given: Mapping[str, str], constants: Constants, stacks: Stacks) -> Machine:

@@ -430,6 +430,8 @@ def _least(p: Passes) -> float:
 
 
 def _reason(error: ConfigError) -> str:
+    if error.problem.startswith("world size"):
+        return "the GPUs cannot be shared out by tp x pp"
     return {
         "parallel.tp": "the model cannot be cut into tp parts",
         "parallel.pp": "more stages than layers",

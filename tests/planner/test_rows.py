@@ -5,7 +5,8 @@ import random
 import pytest
 
 from megalite.planner.constants import Stacks, load_stacks
-from megalite.planner.rows import INPUTS, predict
+from megalite.planner.hardware import find_hardware
+from megalite.planner.rows import INPUTS, is_known_gpu, predict
 from tests.planner.tables import table
 
 ROW = next(iter(table("korthikanti_table5")))
@@ -79,3 +80,26 @@ def test_every_row_gets_a_prediction(changes: dict[str, str]) -> None:
     found = predict({**ROW, **changes})
     assert 0 < found.iter_time_s < 1e9
     assert found.mem_gb > 0
+
+
+@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "seq", "gbs", "gpus", "gpu_mem_gb"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e30", "many"])
+def test_a_cell_that_is_no_size_says_as_little_as_a_blank(name: str, value: str) -> None:
+    found, blank = predict({**ROW, name: value}), predict({**ROW, name: ""})
+    assert (found.iter_time_s, found.mem_gb) == (blank.iter_time_s, blank.mem_gb)
+    assert 0 < found.iter_time_s < float("inf")
+
+
+def test_a_gpu_is_known_by_whatever_name_it_is_given() -> None:
+    row = {**ROW, "gpu_mem_gb": ""}
+
+    def seconds(gpu: str) -> float:
+        return predict({**row, "gpu": gpu}).iter_time_s
+
+    for gpu in ("H100-80GB", "H100-SXM", "NVIDIA H100 80GB HBM3", "h100"):
+        assert seconds(gpu) == seconds("H100") < seconds("A100") and is_known_gpu({"gpu": gpu})
+    for gpu in ("A100 40GB", "A100-40GB", "a100-40"):
+        estimate = predict({**row, "gpu": gpu}).estimate
+        assert estimate is not None and estimate.machine.hw == find_hardware("a100-40")
+    assert seconds("A100 80GB") == seconds("A100") == seconds("V100")
+    assert not is_known_gpu({"gpu": "V100"}) and is_known_gpu({"gpu": ""})

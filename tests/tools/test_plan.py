@@ -134,3 +134,20 @@ def test_the_front_has_no_layout_that_another_beats() -> None:
         Point(0.5, 1.0, "d", False, True),
     ]
     assert [p.label for p in pareto(points)] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--memory-gb", "nan"],
+        ["--memory-gb", "-4"],
+        ["--top", "0"],
+        ["--page", "/nowhere/page.html"],
+        ["--write", "/proc/plan"],
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["--gpus", "8", "--gpu", "a100-80", "--global-batch", "8"]
+    assert plan.main(["rank", "--model", "gpt2-124m", *cluster, *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("plan.py: ") and said.count("\n") == 1

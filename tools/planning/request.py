@@ -71,11 +71,15 @@ def request_of(args: argparse.Namespace, best: int = 5) -> Request:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", f"got {value}", "Use 1 or more")
+    if best < 1:
+        raise ConfigError("--top", f"got {best}", "Use 1 or more")
     machine = machine_of(args)
     shape = shape_of(find_model(args.model), args.attention == "fused")
     shape = replace(shape, vocab_multiple=machine.framework.vocab_multiple)
     names = (*_NUMBERS, "schedule", "recompute", "sequence_parallel", "zero1", "partition")
     fixed = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    if not 0 <= args.memory_gb < float("inf"):
+        raise ConfigError("--memory-gb", f"{args.memory_gb} is no size", "Use GB, or 0 for its own")
     memory = args.memory_gb * 1e9
     return Request(shape, machine, args.gpus, args.global_batch, memory, best, fixed=fixed)
 

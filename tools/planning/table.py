@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 
 from megalite.errors import ConfigError
-from megalite.planner.rows import predict
+from megalite.planner.rows import is_known_gpu, predict
 
 ADDED = ("pred_iter_time_s", "pred_mem_gb")
 
@@ -24,12 +25,16 @@ def predict_file(source: Path, target: Path) -> int:
         raise ConfigError("--csv", f"{source} cannot be read: {reason}", "Name a CSV") from error
     reader = csv.DictReader(text.splitlines(keepends=True))
     columns = list(reader.fieldnames or ())
-    missing = [name for name in ("layers", "hidden", "gpus", "gbs") if name not in columns]
-    if missing:
+    if not {"layers", "hidden", "params_b"} & set(columns):
         raise ConfigError(
-            "--csv", f"{source} has no column {', '.join(missing)}", "See docs/planner.md"
+            "--csv",
+            f"{source} has none of the columns layers, hidden and params_b",
+            "Commas between columns, named as in docs/planner.md",
         )
     rows = list(reader)
+    strange = sorted({row.get("gpu") or "" for row in rows if not is_known_gpu(row)})
+    if strange:
+        print(f"plan.py: not known, taken for an A100: {', '.join(strange)}", file=sys.stderr)
     for row in rows:
         found = predict(row)
         row.update(pred_iter_time_s=f"{found.iter_time_s:.6g}", pred_mem_gb=f"{found.mem_gb:.4g}")
