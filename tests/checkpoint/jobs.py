@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Iterable
@@ -177,3 +179,15 @@ def count(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> Tensor:
     for rectangle in rectangles:
         view(times, tuple(0 for _ in shape), rectangle).add_(1)
     return times
+
+
+def full_disk(part: str) -> Callable[..., int]:
+    """An ``os.write`` that finds the disk full in files whose path has this in it."""
+    real = os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        if part in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    return write

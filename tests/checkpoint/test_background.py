@@ -20,6 +20,7 @@ from megalite.errors import CheckpointError
 from megalite.slices import Piece
 from tests.checkpoint.jobs import (
     State,
+    full_disk,
     make_state,
     names_in,
     results,
@@ -155,26 +156,13 @@ def test_the_copy_is_made_in_the_same_memory_again(tmp_path: Path) -> None:
     assert len(seen[2]) == 2 and seen[2] < seen[0], "what is no longer saved is let go"
 
 
-def full_disk(rank: int) -> Callable[..., int]:
-    """An ``os.write`` that finds the disk full in the thread that saves for a rank."""
-    real = os.write
-
-    def write(descriptor: int, data: Any) -> int:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if f"step_00000002.tmp/rank_{rank:05d}" in path:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data)
-
-    return write
-
-
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("marks", [True, False], ids=["a mark says so", "nothing can be written"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_is_told_on_every_rank_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, marks: bool, background: bool
 ) -> None:
-    monkeypatch.setattr(os, "write", full_disk(rank))
+    monkeypatch.setattr(os, "write", full_disk(f"step_00000002.tmp/rank_{rank:05d}"))
     if not marks:
         monkeypatch.setattr("megalite.checkpoint.background._mark", refuse_mark(rank))
 

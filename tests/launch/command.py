@@ -114,3 +114,9 @@ def be_pretrain(rank: int, ranks: int, port: int, words: list[str], change: Chan
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The events of one kind, in their order."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]

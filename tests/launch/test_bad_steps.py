@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch import pretrain_gpt
-from tests.launch.command import SMALL, TINY, Result, forked, metrics, train
+from tests.launch.command import SMALL, TINY, Result, events, forked, metrics, train
 from tests.resilience.plant import plant
 
 LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2"]
@@ -37,11 +37,6 @@ def let_be_hit(wanted: dict[str, Any]) -> None:
         hooked.remove()
 
     pretrain_gpt.train_step = hit
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 @pytest.fixture(scope="module")

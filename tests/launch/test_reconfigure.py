@@ -22,7 +22,7 @@ from megalite.errors import ConfigError
 from megalite.mesh_shape import MeshShape
 from megalite.parallel_config import ParallelConfig
 from megalite.slices import Piece
-from tests.launch.command import TINY, metrics
+from tests.launch.command import TINY, events, metrics
 from tests.launch.reconfiguring import whole_run
 from tests.ranks import RankError, run_ranks
 from tools.reconfigure import main as reconfigure
@@ -40,11 +40,6 @@ CHANGES = [
 @pytest.fixture(scope="module", autouse=True)
 def corpus() -> None:
     ensure_prepared(DataConfig(path=(EMBEDDED_PATH,)))
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
 
 
 def lines_of(run_dir: Path) -> list[tuple[Any, ...]]:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.launch.command import SMALL, TINY, Result, forked, metrics
+from tests.checkpoint.jobs import full_disk
+from tests.launch.command import SMALL, TINY, Result, events, forked, metrics
 
 STEPS = 4
 
 
 def run_out_of_room(step: int) -> None:
     """Have one rank of this training find the disk full when it writes the state of a step."""
-    real = os.write
-
-    def write(descriptor: int, data: Any) -> int:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if f"step_{step:08d}.tmp/rank_00001" in path:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data)
-
-    os.write = write
+    os.write = full_disk(f"step_{step:08d}.tmp/rank_00001")
 
 
 def trained(run_dir: Path, full_at: int, behind: bool) -> Result:
@@ -34,11 +24,6 @@ def trained(run_dir: Path, full_at: int, behind: bool) -> Result:
     words = [*TINY, *SMALL, "--run.dir", str(run_dir), "--train.steps", str(STEPS)]
     words += ["--checkpoint.every", "1", "--checkpoint.async_save", str(behind)]
     return forked(2, words, change=partial(run_out_of_room, full_at))
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "in the background"])
