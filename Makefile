@@ -55,8 +55,9 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Two files at a time; a test that fails is looked at alone: .venv/bin/python -m pytest FILE
 test: setup
-	$(TEST_ENV) $(PY) -m pytest -m "not full and not slurm"
+	$(TEST_ENV) $(PY) -m pytest -n 2 --dist loadfile -m "not full and not slurm"
 
 test-all: setup
 	$(TEST_ENV) $(PY) -m pytest -m "not slurm"

@@ -21,6 +21,7 @@ RUNTIME = [
 DEV = [
     "pytest>=9,<10",  # the test-suite
     "pytest-timeout>=2.3,<3",  # a hang becomes a failure with every thread's stack
+    "pytest-xdist>=3.8,<4",  # two files of tests at a time: most of them keep one core busy
     "hypothesis>=6.100,<7",  # properties of schedules, layouts and the order of samples
     "beartype>=0.20,<1",  # checks jaxtyping's shapes at run time
     "transformers>=5.0,<6",  # the other side of checkpoint conversion
