@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "corpora").mkdir()
     command = [sys.executable, "launch/pretrain_gpt.py"]
     flags = ["--config", "launch/configs/gpt_tiny_cpu.yaml", *SMALL, "--train.steps", "2"]
-    flags += ["--checkpoint.every", "2", "--model.activation", "swiglu"]
+    flags += ["--checkpoint.every", "2"]
     done = run([*command, *flags, "--run.dir", str(place / "runs/my_run")])
     assert done.code == 0, done.output
     return place

@@ -156,7 +156,7 @@ def test_microbatches_are_rounded_up() -> None:
 
 def test_model_facts_are_resolved() -> None:
     facts = facts_of(of().model)
-    assert (facts.num_kv_heads, facts.ffn, facts.tied) == (4, 1024, True)
+    assert (facts.num_kv_heads, facts.ffn, facts.tied) == (4, 704, True)
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_it_is_larger() -> None:

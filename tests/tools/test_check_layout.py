@@ -43,7 +43,7 @@ def test_every_broken_rule_and_the_nearest_layouts_are_listed(
     flags = ["--parallel.tp", "3", "--parallel.sequence_parallel", "True", "--train.steps=-1"]
     code, text = run(capsys, "--world-size", "8", *flags)
     assert code == 2
-    for part in ("world size 8 is not tp=3", "num_heads=4", "ffn_hidden_size=1024", "seq_length"):
+    for part in ("world size 8 is not tp=3", "num_heads=4", "ffn_hidden_size=704", "seq_length"):
         assert part in text
     assert "train.steps: -1 is less than 0" in text
     near = text.split("nearest layouts of 8 ranks:\n")[1].splitlines()
