@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megalite.planner.estimate import Estimate, Estimator, Job, Machine
-from megalite.planner.search import Ranking
+from megalite.planner.search import WORTH, Ranking
 
 _CLOSE = 1.03
 """A layout at most so much slower than the best is as good, if it is simpler."""
-_WORTH = 0.02
 BUBBLE_LIMIT = 0.15
 _GB = 1e9
 
@@ -85,21 +84,19 @@ def _plain(r: Ranking) -> Estimate | None:
 def _memory(r: Ranking) -> Iterator[str]:
     """The layout that needs least more memory of those that are worth it."""
     best = r.best[0]
-    worth = [e for e in r.too_big if e.step_s < (1 - _WORTH) * best.step_s]
-    if not worth:
-        return
-    e = min(worth, key=lambda e: e.peak_bytes)
-    p = e.job.parallel
-    yield (
-        f"{1 - e.step_s / best.step_s:.0%} faster with tp={p.tp} pp={p.pp} micro-batch "
-        f"{e.job.micro_batch} recompute {p.recompute} {p.schedule} if you had "
-        f"{(e.peak_bytes - r.request.cap) / _GB:.1f} GB more"
-    )
+    for e in r.too_big:
+        p = e.job.parallel
+        yield (
+            f"{1 - e.step_s / best.step_s:.0%} faster with tp={p.tp} pp={p.pp} micro-batch "
+            f"{e.job.micro_batch} recompute {p.recompute} {p.schedule} if you had "
+            f"{(e.peak_bytes - r.request.cap) / _GB:.1f} GB more"
+        )
 
 
 def _links(best: Estimate) -> Iterator[str]:
     """What twice a bandwidth, or a rate, brings to this layout."""
     machine, hw = best.machine, best.machine.hw
+    now = Estimator(best.job, machine).earliest_s
     for name, field in (
         ("the network", "net_bytes_s"),
         ("the links inside a node", "link_bytes_s"),
@@ -110,6 +107,6 @@ def _links(best: Estimate) -> Iterator[str]:
         other = Machine(
             changed, machine.framework, machine.constants, machine.scalar, machine.element_bytes
         )
-        gain = 1 - Estimator(best.job, other).estimate().step_s / best.step_s
-        if gain >= _WORTH:
+        gain = 1 - Estimator(best.job, other).earliest_s / now
+        if gain >= WORTH:
             yield f"{gain:.0%} less time with twice {name}"

@@ -6,9 +6,10 @@ import pytest
 
 from megalite.errors import ConfigError
 from megalite.planner.advice import advice, bubble_warning, sensitivity
+from megalite.planner.candidates import Group, Request
 from megalite.planner.estimate import Estimator, Machine
 from megalite.planner.hardware import find_hardware
-from megalite.planner.search import Ranking, Request, rank
+from megalite.planner.search import Ranking, _Search, rank
 from megalite.planner.shape import ModelShape
 
 A100 = Machine(find_hardware("a100-80"))
@@ -32,6 +33,7 @@ def test_the_search_finds_what_exhaustive_simulation_finds_at_64_gpus() -> None:
     found, whole = rank(request), rank(request, exhaustive=True)
     assert keys(found) == keys(whole)[:4]
     assert found.num_simulated < whole.num_simulated / 5
+    assert found.num_simulated <= request.best + 2  # the others' computations alone are slower
     assert whole.best[-1].step_s > 2 * whole.best[0].step_s  # there was something to choose
     small = rank(replace(request, memory_bytes=4e9))
     assert small.best[0].step_s > found.best[0].step_s
@@ -41,10 +43,19 @@ def test_the_search_finds_what_exhaustive_simulation_finds_at_64_gpus() -> None:
 def test_bounds_are_below_every_simulated_time() -> None:
     request = Request(SMALL, A100, 16, 64, schedules=("1f1b", "gpipe", "zb_h2", "v_half"))
     whole = rank(request, exhaustive=True)
+    search = _Search(request)
+    groups = {g: search.group_bound(g) for g in search.candidates.groups()}
     for e in whole.best:
-        bound = Estimator(e.job, A100).lower_bound
-        assert bound <= e.step_s * (1 + 1e-9)
-        assert bound > 0.3 * e.step_s
+        found, p = Estimator(e.job, A100), e.job.parallel
+        bounds = groups[
+            Group(
+                p.tp, p.pp, e.job.mesh.dp, e.job.micro_batch, p.recompute,
+                p.sequence_parallel, p.zero1,
+            )
+        ], found.lower_bound, found.earliest_s  # fmt: skip
+        assert max(bounds) <= e.step_s * (1 + 1e-9)
+        assert min(bounds) > 0.2 * e.step_s
+        assert found.least_bytes <= found.peak_bytes
 
 
 def test_every_refusal_has_its_reason() -> None:
@@ -167,3 +178,13 @@ def test_published_layouts_are_candidates_with_their_published_times(
     )  # fmt: skip
     found = rank(request)
     assert any(abs(e.step_s / seconds - 1) < 0.05 for e in found.best)
+
+
+def test_a_share_of_the_memory_stays_free() -> None:
+    request = Request(SMALL, A100, 16, 64, best=1, schedules=("1f1b", "zb_v"), headroom=0.0)
+    assert replace(request, headroom=0.06).cap == pytest.approx(0.94 * A100.hw.memory_bytes)
+    least = rank(request).best[0].peak_bytes
+    tight = replace(request, memory_bytes=1.03 * least)
+    assert rank(tight).best[0].peak_bytes == least  # 3 % stay free, and none need
+    kept = rank(replace(tight, headroom=0.06)).best[0]
+    assert kept.peak_bytes <= 0.97 * least and kept.step_s >= rank(tight).best[0].step_s

@@ -14,7 +14,7 @@ from megalite.report.pipeline import cell_keys, timeline_figure
 from megalite.report.series import tick_labels, ticks
 from megalite.report.style import stylesheet
 from megalite.schedule.simulate import Timeline
-from tools.planning.words import GB, size_of
+from tools.planning.words import GB, memory_words, size_of
 
 _HEAD = """<meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -51,6 +51,7 @@ def render(r: Ranking, timeline: Timeline, command: str) -> str:
         "main",
         tag("h1", title),
         tag("p", about, class_="about"),
+        tag("p", memory_words(r), class_="about"),
         tag("h2", "Layouts"),
         tag("div", _table(r), tag("ul", *(tag("li", x) for x in said)), class_="card"),
         *_timeline(timeline),
@@ -66,7 +67,7 @@ def render(r: Ranking, timeline: Timeline, command: str) -> str:
 
 
 def _table(r: Ranking) -> Html:
-    names = ("layout", "step", "MFU", "bubble", "memory")
+    names = ("layout", "step", "MFU", "bubble", "memory", "free")
     rows = [
         tag(
             "tr",
@@ -75,6 +76,7 @@ def _table(r: Ranking) -> Html:
             tag("td", f"{e.mfu:.1%}"),
             tag("td", f"{e.bubble_fraction:.1%}"),
             tag("td", f"{e.peak_bytes / GB:.1f} GB"),
+            tag("td", f"{(r.request.memory - e.peak_bytes) / GB:.1f} GB"),
         )
         for e in r.best
     ]
@@ -141,7 +143,8 @@ def _chart(r: Ranking) -> Html:
     ]
     note = (
         "GB a GPU to the right, seconds a step upwards. Blue: simulated; green: the Pareto front; "
-        "grey: not simulated, at the bound of its time; red: does not fit (dashed: the memory)."
+        "grey: not simulated, at the bound of its time; red: does not fit (dashed: "
+        "the memory less what stays free)."
     )
     return tag(
         "figure",
