@@ -56,11 +56,11 @@ def _flag(text: str) -> bool:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     stacks, hw = load_stacks(), find_hardware(args.gpu)
-    if args.cluster in stacks.net_bytes_s:
-        hw = hw.with_network(stacks.net_bytes_s[args.cluster])
+    if args.cluster:
+        hw = hw.with_network(stacks.network(args.cluster))
     return Machine(
         hw,
-        stacks.framework(args.framework),
+        stacks.known(args.framework),
         scalar=stacks.scalar(args.framework, args.cluster),
         element_bytes=BYTES[args.dtype],
     )
