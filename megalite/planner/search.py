@@ -30,13 +30,15 @@ _MOST_BOUNDED = 60  # layouts on the chart that were not simulated and whose mem
 
 @dataclass(frozen=True)
 class Point:
-    """A layout on the chart: seconds (a bound, if it was not simulated) and bytes."""
+    """A layout on the chart: seconds (a bound, if it was not simulated) and bytes; ``timed``: the
+    bound is that of its computations and messages."""
 
     step_s: float
     peak_bytes: float
     label: str
     simulated: bool
     fits: bool
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ class _Search:
         for bound, _, item in heapq.nsmallest(_MOST_BOUNDED, heap, key=lambda x: x[0]):
             if isinstance(item, Estimator):
                 label, peak = label_of(item.job.parallel, item.job.micro_batch), item.peak_bytes
-                self.points.append(Point(bound, peak, label, False, peak <= self.cap))
+                timed, fits = "earliest_s" in vars(item), peak <= self.cap
+                self.points.append(Point(bound, peak, label, False, fits, timed and fits))
         self.num_layouts += sum(isinstance(item, Group) for *_, item in heap)
 
     def ranking(self) -> Ranking:

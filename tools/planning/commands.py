@@ -13,7 +13,7 @@ from megalite.planner.candidates import Request
 from megalite.planner.estimate import Estimator
 from megalite.planner.search import Ranking, rank
 from tools.planning.explain import explanation, timeline
-from tools.planning.files import CONFIG, command_of, write
+from tools.planning.files import CONFIG, command_of, data_flag, write
 from tools.planning.models import find_model, shape_of
 from tools.planning.page import render
 from tools.planning.request import BYTES, estimator_of, machine_of, request_of
@@ -28,6 +28,7 @@ def rank_command(args: argparse.Namespace) -> str:
     if args.write:
         model = find_model(args.model)
         lines = [f"written: {p}" for p in write(found.best[0], model, args.dtype, args.write)]
+        lines[0] += f" ({data_flag(found.best[0])})"
     if args.page:
         config = (args.write or Path("plan")) / CONFIG
         page = render(found, timeline(best), command_of(found.best[0], config))
