@@ -22,13 +22,16 @@ def advice(r: Ranking) -> list[str]:
     if p.tp == p.pp == 1:
         found.append("plain data parallelism is the fastest: no tensor or pipeline parallelism")
     elif plain is not None and plain.step_s <= _CLOSE * best.step_s:
-        slower = plain.step_s / best.step_s - 1
+        more = plain.step_s / best.step_s - 1
+        than = (
+            f"{more:.1%} slower" if more >= 0 else f"{-more:.1%} faster, if it were not ruled out"
+        )
         zero = " with zero1" if plain.job.parallel.zero1 else ""
         again = plain.job.parallel.recompute
         also = f" and recompute {again}" if again != "none" else ""
         found.append(
             f"plain data parallelism{zero}{also}, micro-batch {plain.job.micro_batch}, would do: "
-            f"it fits and is {slower:.1%} slower"
+            f"it fits and is {than}"
         )
     if p.tp > r.request.machine.hw.node_size:
         found.append("tp goes beyond a node: its collectives are on the network")
@@ -41,7 +44,8 @@ def bubble_warning(e: Estimate) -> str:
         return ""
     p, m = e.job.parallel, e.job.microbatches
     return (
-        f"warning: {e.bubble_fraction:.0%} of the pipeline is idle: {m} microbatches for pp={p.pp}"
+        f"warning: {e.bubble_fraction:.0%} of the pipeline is idle: "
+        f"{m} microbatch{'es' * (m > 1)} for pp={p.pp}"
         f" x {p.virtual_stages} stages; a larger global batch would fill it"
     )
 

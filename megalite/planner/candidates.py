@@ -11,7 +11,7 @@ from megalite.errors import ConfigError
 from megalite.parallel_config import ParallelConfig, divisors, problems, tp_fits
 from megalite.planner.estimate import Job, Machine
 from megalite.planner.shape import ModelShape
-from megalite.schedule.generators import SCHEDULES
+from megalite.schedule.generators import SCHEDULES, check_request
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -156,6 +156,8 @@ class Candidates:
                 for n in names
                 if SCHEDULES[n].allows(v) and not (v == 1 and SCHEDULES[n].chunks == "any")
             ]
+            if not ways:
+                self._no_way(g.pp, names, depths)
         given = r.fixed.get("partition")
         for schedule, v in ways:
             for partition in ("uniform", "balanced") if given is None else (str(given),):
@@ -166,6 +168,14 @@ class Candidates:
                     self.refuse(_reason(error), label_of(parallel, g.micro_batch))
                     continue
                 yield Job(r.shape, parallel, r.gpus, r.global_batch, g.micro_batch)
+
+    def _no_way(self, pp: int, names: list[str], depths: list[int]) -> None:
+        """Says why none of these schedules has so many stages a rank."""
+        for name, v in product(names, depths):
+            try:
+                check_request(name, pp, 1, v)
+            except ConfigError as error:
+                self.refuse("the schedule does not have so many stages a rank", str(error))
 
     def _broken(self, p: ParallelConfig) -> ConfigError | None:
         """The first rule that a layout breaks; neither batch nor an allowed schedule matters."""

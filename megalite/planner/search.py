@@ -101,6 +101,7 @@ class _Search:
         self.candidates = Candidates(request)
         self.points: list[Point] = []
         self.num_layouts = self.num_simulated = 0
+        self.seen: set[tuple[object, ...]] = set()
         self.least_bytes = float("inf")
         self.least: Job | None = None
 
@@ -198,6 +199,11 @@ class _Search:
     def _simulate(self, e: Estimator) -> None:
         found = e.estimate()
         self.num_simulated += 1
+        alike = replace(e.job, parallel=replace(e.job.parallel, schedule="1f1b", virtual_stages=1))
+        key = (alike, f"{found.step_s:.9g}", round(e.peak_bytes))
+        if key in self.seen:  # few microbatches, and two schedules are one
+            return
+        self.seen.add(key)
         label = label_of(e.job.parallel, e.job.micro_batch)
         self.points.append(Point(found.step_s, e.peak_bytes, label, True, True))
         self.best.append(found)

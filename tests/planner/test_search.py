@@ -73,6 +73,19 @@ def test_plain_data_parallelism_is_advised_where_it_does() -> None:
     assert not any("plain data parallelism" in line for line in advice(large))
 
 
+def test_plain_data_parallelism_that_was_ruled_out_is_said_to_be_faster() -> None:
+    fixed: dict[str, object] = {"tp": 4}
+    found = rank(Request(replace(SMALL, layers=4), A100, 8, 256, best=1, fixed=fixed))
+    assert any("faster, if it were not ruled out" in line for line in advice(found))
+
+
+def test_schedules_that_are_one_for_few_microbatches_are_listed_once() -> None:
+    fixed: dict[str, object] = {"tp": 1, "pp": 4, "micro_batch": 1, "virtual_stages": 2}
+    request = Request(SMALL, A100, 4, 2, best=4, fixed=fixed, schedules=("zb_v", "v_half"))
+    found = [(e.step_s, e.job.parallel.partition, e.job.parallel.zero1) for e in rank(request).best]
+    assert len(found) == len(set(found))
+
+
 def test_what_more_memory_would_bring_is_said() -> None:
     request = Request(GPT3, A100, 512, 512, memory_bytes=24e9, best=1, schedules=("1f1b",))
     lines = sensitivity(rank(request))
@@ -96,6 +109,10 @@ def test_a_large_bubble_is_flagged() -> None:
         (Request(GPT3, A100, 8, 64), r"do not fit 8 x 86 GB.*Use (64|128) GPUs or more"),
         (Request(SMALL, A100, 4096, 4), r"fewer than the replicas.*Use \d+ or more"),
         (Request(SMALL, A100, 8, 8, fixed={"tp": 7}), "no layout of 8 GPUs is legal"),
+        (
+            Request(SMALL, A100, 8, 8, fixed={"pp": 2, "schedule": "zb_v", "virtual_stages": 3}),
+            "zb_v has exactly two stages a rank, got virtual_stages=3",
+        ),
     ],
 )
 def test_a_request_that_nothing_meets_says_what_would(request_: Request, words: str) -> None:
