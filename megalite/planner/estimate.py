@@ -210,9 +210,11 @@ class Estimator:
 
     @property
     def least_optimizer_s(self) -> float:
-        """Of a mean rank: no partition has less."""
-        pp = self.job.parallel.pp
-        return self._update_s(self._elements.sum() / pp, self._passes[0].sum() / pp)
+        """Of a mean rank, the gather left out: no partition has less."""
+        shape, p = self.job.shape, self.job.parallel
+        elements = shape.layers * shape.layer_elements(p.tp) + shape.embedding_elements(p.tp)
+        share = elements / p.pp / (self.job.mesh.dp if p.zero1 else 1)
+        return self.k.stream(share * self.machine.framework.update_bytes)
 
     def _update_s(self, elements: float, forward: float) -> float:
         """Of so many parameters on a rank; a forward pass may hide the gather."""

@@ -2,8 +2,9 @@
 
 Every microbatch of a short plan is simulated. A long one repeats itself: from some round on, pp
 microbatches more make it longer by the same time, which is never less than the dearest rank's work
-on them. Three plans of one round more each tell whether that has begun; if not, the whole plan is
-simulated. ``earliest`` asks the same of computations and messages alone, which is never more.
+on them. Computations and messages alone (``earliest``, never later than the simulation) tell when
+that begins: where one round more adds the same time twice. Plans of that length and a round more
+are simulated; once they differ by the same time, the rest follows; else the whole plan is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +25,6 @@ from megalite.schedule.lower import lower
 from megalite.schedule.placement import place_stages
 from megalite.schedule.simulate import Simulator
 
-_ROUNDS = (1, 3, 6)
-"""Rounds of pp microbatches after which a plan is looked at for its repetition."""
 _PEAK_ROUNDS = 2
 """Rounds of pp microbatches in which a rank's memory has its peak; of groups of them, one more."""
 _EXACT = 1e-9
@@ -44,6 +44,14 @@ class Pipelined:
     def bubble_fraction(self) -> float:
         whole = len(self.busy) * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
+
+
+class _Start(NamedTuple):
+    """From so many microbatches on, pp more add ``growth`` seconds to ``end_s``."""
+
+    microbatches: int
+    end_s: float
+    growth: float
 
 
 _HOLD_ALL = ("gpipe", "looped_bfs")
@@ -95,10 +103,30 @@ def run(
     if pp == 1 and virtual_stages == 1:
         return Pipelined(busy[0] + sum(costs.reduce), busy, True)
     if pp * virtual_stages * microbatches > most:
-        steady = _steady(pp, microbatches, span, pp * float(work.max()))
+        start = _steady(schedule, pp, microbatches, virtual_stages, costs)
+        steady = None if start is None else _repeated(start, pp, microbatches, span)
         if steady is not None:
             return Pipelined(steady, busy, False)
     return Pipelined(span(microbatches), busy, True)
+
+
+def _repeated(
+    start: _Start, pp: int, microbatches: int, span: Callable[[int], float]
+) -> float | None:
+    """What simulated plans say, from where computations and messages repeat themselves: their
+    growth a round is the same as those's, or twice the same; None if that takes too many."""
+    m, tried = start.microbatches, start.microbatches
+    end, known = span(m), start.growth
+    while tried + m + pp < microbatches:
+        m += pp
+        tried += m
+        before, end = end, span(m)
+        growth = end - before
+        close = _EXACT * end
+        if abs(growth - known) <= close and growth >= start.growth - close:
+            return end + (microbatches - m) // pp * growth
+        known = growth
+    return None
 
 
 def earliest(schedule: str, pp: int, microbatches: int, virtual_stages: int, costs: Costs) -> float:
@@ -106,15 +134,11 @@ def earliest(schedule: str, pp: int, microbatches: int, virtual_stages: int, cos
     if pp == 1 and virtual_stages == 1:
         return run(schedule, pp, microbatches, virtual_stages, costs).makespan
 
-    def span(m: int) -> float:
-        return _earliest(schedule, pp, m, virtual_stages).run(costs)
-
     if pp * virtual_stages * microbatches > MOST_SIMULATED:
-        work = pp * float(_work(pp, virtual_stages, schedule, costs).max())
-        steady = _steady(pp, microbatches, span, work)
-        if steady is not None:
-            return steady
-    return span(microbatches)
+        start = _steady(schedule, pp, microbatches, virtual_stages, costs)
+        if start is not None:
+            return start.end_s + (microbatches - start.microbatches) // pp * start.growth
+    return _earliest(schedule, pp, microbatches, virtual_stages).run(costs)
 
 
 def _work(pp: int, virtual_stages: int, schedule: str, costs: Costs) -> NDArray[np.float64]:
@@ -124,22 +148,25 @@ def _work(pp: int, virtual_stages: int, schedule: str, costs: Costs) -> NDArray[
     return np.asarray(np.bincount(rank_of, whole, pp), float)
 
 
-def _steady(pp: int, microbatches: int, span: Callable[[int], float], work: float) -> float | None:
-    """What three shorter plans say, if they agree; None if they do not, or are no shorter.
-
-    Args:
-        span: the time of a plan of so many microbatches.
-        work: of the dearest rank on pp microbatches.
-    """
-    for rounds in _ROUNDS:
-        start = rounds * pp + microbatches % pp
-        counts = (start, start + pp, start + 2 * pp)
-        if sum(counts) >= microbatches:
+@lru_cache(maxsize=4096)
+def _steady(
+    schedule: str, pp: int, microbatches: int, virtual_stages: int, costs: Costs
+) -> _Start | None:
+    """Where a plan's computations and messages begin to repeat themselves; None if they do not,
+    or if the plans that would tell are no shorter together than the whole."""
+    work = pp * float(_work(pp, virtual_stages, schedule, costs).max())
+    ends: list[float] = []
+    first = pp + microbatches % pp
+    tried = 0
+    for m in range(first, microbatches, pp):
+        tried += m
+        if tried >= microbatches:
             return None
-        first, second, third = (span(m) for m in counts)
-        growth, close = third - second, _EXACT * third
-        if abs(growth - (second - first)) <= close and growth >= work - close:
-            return third + (microbatches - counts[-1]) // pp * growth
+        ends.append(_earliest(schedule, pp, m, virtual_stages).run(costs))
+        if len(ends) >= 3:
+            growth, close = ends[-1] - ends[-2], _EXACT * ends[-1]
+            if abs(growth - (ends[-2] - ends[-3])) <= close and growth >= work - close:
+                return _Start(m - 2 * pp, ends[-3], growth)
     return None
 
 
