@@ -8,6 +8,7 @@ import sys
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"plan.py: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megalite.planner.estimate import Estimate, Estimator, Job, Machine
-from megalite.planner.search import Ranking
+from megalite.planner.search import WORTH, Ranking
 
 _CLOSE = 1.03
 """A layout at most so much slower than the best is as good, if it is simpler."""
-_WORTH = 0.02
 BUBBLE_LIMIT = 0.15
 _GB = 1e9
 
@@ -23,13 +22,16 @@ def advice(r: Ranking) -> list[str]:
     if p.tp == p.pp == 1:
         found.append("plain data parallelism is the fastest: no tensor or pipeline parallelism")
     elif plain is not None and plain.step_s <= _CLOSE * best.step_s:
-        slower = plain.step_s / best.step_s - 1
+        more = plain.step_s / best.step_s - 1
+        than = (
+            f"{more:.1%} slower" if more >= 0 else f"{-more:.1%} faster, if it were not ruled out"
+        )
         zero = " with zero1" if plain.job.parallel.zero1 else ""
         again = plain.job.parallel.recompute
         also = f" and recompute {again}" if again != "none" else ""
         found.append(
             f"plain data parallelism{zero}{also}, micro-batch {plain.job.micro_batch}, would do: "
-            f"it fits and is {slower:.1%} slower"
+            f"it fits and is {than}"
         )
     if p.tp > r.request.machine.hw.node_size:
         found.append("tp goes beyond a node: its collectives are on the network")
@@ -42,7 +44,8 @@ def bubble_warning(e: Estimate) -> str:
         return ""
     p, m = e.job.parallel, e.job.microbatches
     return (
-        f"warning: {e.bubble_fraction:.0%} of the pipeline is idle: {m} microbatches for pp={p.pp}"
+        f"warning: {e.bubble_fraction:.0%} of the pipeline is idle: "
+        f"{m} microbatch{'es' * (m > 1)} for pp={p.pp}"
         f" x {p.virtual_stages} stages; a larger global batch would fill it"
     )
 
@@ -85,21 +88,19 @@ def _plain(r: Ranking) -> Estimate | None:
 def _memory(r: Ranking) -> Iterator[str]:
     """The layout that needs least more memory of those that are worth it."""
     best = r.best[0]
-    worth = [e for e in r.too_big if e.step_s < (1 - _WORTH) * best.step_s]
-    if not worth:
-        return
-    e = min(worth, key=lambda e: e.peak_bytes)
-    p = e.job.parallel
-    yield (
-        f"{1 - e.step_s / best.step_s:.0%} faster with tp={p.tp} pp={p.pp} micro-batch "
-        f"{e.job.micro_batch} recompute {p.recompute} {p.schedule} if you had "
-        f"{(e.peak_bytes - r.request.cap) / _GB:.1f} GB more"
-    )
+    for e in r.too_big:
+        p = e.job.parallel
+        yield (
+            f"{1 - e.step_s / best.step_s:.0%} faster with tp={p.tp} pp={p.pp} micro-batch "
+            f"{e.job.micro_batch} recompute {p.recompute} {p.schedule} if you had "
+            f"{(e.peak_bytes - r.request.cap) / _GB:.1f} GB more"
+        )
 
 
 def _links(best: Estimate) -> Iterator[str]:
     """What twice a bandwidth, or a rate, brings to this layout."""
     machine, hw = best.machine, best.machine.hw
+    now = Estimator(best.job, machine).earliest_s
     for name, field in (
         ("the network", "net_bytes_s"),
         ("the links inside a node", "link_bytes_s"),
@@ -110,6 +111,6 @@ def _links(best: Estimate) -> Iterator[str]:
         other = Machine(
             changed, machine.framework, machine.constants, machine.scalar, machine.element_bytes
         )
-        gain = 1 - Estimator(best.job, other).estimate().step_s / best.step_s
-        if gain >= _WORTH:
+        gain = 1 - Estimator(best.job, other).earliest_s / now
+        if gain >= WORTH:
             yield f"{gain:.0%} less time with twice {name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -91,6 +92,35 @@ class Stacks:
     def framework(self, name: str) -> Framework:
         """A known one; an unknown one behaves like megalite."""
         return self.frameworks.get(name, MEGALITE)
+
+    def known(self, name: str) -> Framework:
+        """A known one, or megalite.
+
+        Raises:
+            ConfigError: for any other name, with those that are known.
+        """
+        if name != MEGALITE.name and name not in self.frameworks:
+            names = [MEGALITE.name, *self.frameworks]
+            near = get_close_matches(name, names, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                "--framework", f"there is no framework {name!r}", f"{hint}Use one of "
+                + ", ".join(names),
+            )  # fmt: skip
+        return self.framework(name)
+
+    def network(self, name: str) -> float:
+        """Bytes a second of a known cluster's network.
+
+        Raises:
+            ConfigError: for any other name, with those that are known.
+        """
+        if name not in self.net_bytes_s:
+            raise ConfigError(
+                "--cluster", f"there is no cluster {name!r}",
+                f"Use one of {', '.join(self.net_bytes_s)}, or leave it out",
+            )  # fmt: skip
+        return self.net_bytes_s[name]
 
     def scalar(self, framework: str, cluster: str) -> float:
         """How much slower than predicted; unknown = 1.0."""

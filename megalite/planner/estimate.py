@@ -18,11 +18,10 @@ from megalite.planner.cost import LayerCosts, Passes, Split
 from megalite.planner.hardware import HardwareSpec
 from megalite.planner.kernels import Kernels
 from megalite.planner.memory import MemoryModel, RankMemory
-from megalite.planner.pipeline import Pipelined, run
+from megalite.planner.pipeline import Pipelined, earliest, least_held, placed, run
 from megalite.planner.shape import ModelShape
 from megalite.schedule.costs import Costs
-from megalite.schedule.generators import SCHEDULES
-from megalite.schedule.placement import place_layers, place_stages
+from megalite.schedule.placement import place_layers
 
 Times = NDArray[np.float64]
 _WHOLE_B = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
@@ -74,8 +73,7 @@ class Job:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         p = self.parallel
-        v = SCHEDULES[p.schedule].chunks == "two" if p.schedule in SCHEDULES else False
-        return place_stages("v" if v else "loop", p.pp, p.virtual_stages)
+        return placed(p.schedule, p.pp, p.virtual_stages)
 
 
 @dataclass(frozen=True)
@@ -207,23 +205,34 @@ class Estimator:
     @cached_property
     def optimizer_s(self) -> float:
         """Norm and update of the rank with most parameters, and the gather after ZeRO-1."""
-        job, p = self.job, self.job.parallel
         most = float(self._by_rank(self._elements).max())
-        share = most / job.mesh.dp if p.zero1 else most
+        return self._update_s(most, float(self._by_rank(self._passes[0]).min()))
+
+    @property
+    def least_optimizer_s(self) -> float:
+        """Of a mean rank, the gather left out: no partition has less."""
+        shape, p = self.job.shape, self.job.parallel
+        elements = shape.layers * shape.layer_elements(p.tp) + shape.embedding_elements(p.tp)
+        share = elements / p.pp / (self.job.mesh.dp if p.zero1 else 1)
+        return self.k.stream(share * self.machine.framework.update_bytes)
+
+    def _update_s(self, elements: float, forward: float) -> float:
+        """Of so many parameters on a rank; a forward pass may hide the gather."""
+        job, p = self.job, self.job.parallel
+        share = elements / job.mesh.dp if p.zero1 else elements
         found = self.k.stream(share * self.machine.framework.update_bytes)
         if p.zero1:
-            found += self._gather_s(most)
+            found += self._gather_s(elements, forward)
         ranks = job.mesh.world_size
         return found + 2 * self.k.all_reduce(8.0, ranks)
 
-    def _gather_s(self, elements: float) -> float:
+    def _gather_s(self, elements: float, forward: float) -> float:
         """Of updated weights; beside the next forward, all but the first layer's may be hidden."""
         whole = self.k.all_gather(
             elements * self.k.element_bytes, self.job.mesh.dp, self._stride("dp")
         )
         if not self.machine.framework.overlap_gather:
             return whole
-        forward = float(self._by_rank(self._passes[0]).min())
         first = whole / max(1, self.job.shape.layers // self.job.parallel.pp)
         return max(first, whole - forward)
 
@@ -311,9 +320,18 @@ class Estimator:
         """Of this job's schedule, in seconds; without the stack's scalar."""
         return self.bounds[self.job.parallel.schedule in _WHOLE_B]
 
+    @cached_property
+    def earliest_s(self) -> float:
+        """A step without what buffers may add: a higher bound, mostly the time itself."""
+        p = self.job.parallel
+        pipeline = earliest(p.schedule, p.pp, self.job.microbatches, p.virtual_stages, self.costs)
+        return (pipeline + self.fixed_s) * self.machine.scalar
+
     def with_schedule(self, schedule: str) -> Estimator:
         """The same in another order of the work, on the same ranks; what is known is kept."""
         found = copy(self)
+        for name in ("earliest_s", "peak_bytes"):
+            vars(found).pop(name, None)
         parallel = replace(self.job.parallel, schedule=schedule)
         found.job = replace(self.job, parallel=parallel)
         return found
@@ -345,6 +363,20 @@ class Estimator:
                 p.schedule, p.pp, job.microbatches, p.virtual_stages, job.rank_of, self.layers
             )
         )
+
+    @property
+    def least_bytes(self) -> float:
+        """What some rank needs at least, before a plan is made: whichever holds the microbatches
+        that one must, it has the smallest stages there are."""
+        p, model = self.job.parallel, self.memory_model
+        layers = p.virtual_stages * float(self._counts.min())
+        held = least_held(p.schedule, p.pp, self.job.microbatches) * layers * model.kept()
+        return sum(model.state(layers * self.job.shape.layer_elements(p.tp))) + held
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(m.total for m in self.memory())
 
     def estimate(self) -> Estimate:
         pipelined = self.pipeline()

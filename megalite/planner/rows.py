@@ -19,6 +19,7 @@ from megalite.planner.constants import Constants, Stacks, load_constants, load_s
 from megalite.planner.estimate import Estimate, Estimator, Job, Machine
 from megalite.planner.hardware import HardwareSpec, find_hardware
 from megalite.planner.shape import ModelShape
+from megalite.schedule.generators import SCHEDULES
 
 INPUTS = (
     "gpu",
@@ -73,11 +74,15 @@ _USUAL_MFU = 0.4
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one row; ``estimate`` is missing where only 6 N D at a usual rate was left to say."""
+    """Of one row; ``estimate`` is missing where only 6 N D at a usual rate was left to say.
+
+    ``note`` says what was taken otherwise than the row has it, and why nothing was simulated.
+    """
 
     iter_time_s: float
     estimate: Estimate | None = None
     rough_gb: float = 0.0
+    note: str = ""
 
     @property
     def mem_gb(self) -> float:
@@ -97,14 +102,101 @@ def predict(
     given = _given(row)
     stacks = stacks or load_stacks()
     machine = _machine(given, constants or load_constants(), stacks)
+    given, notes = _known_schedule(given)
+    why = "no layout of these numbers is legal"
     try:
-        shape = _shape(given, stacks)
+        shape, rounded = _cuttable(_shape(given, stacks), given)
+        given, fewer = _fewer_stages(shape, given)
         best = _best(shape, given, machine)
-    except (ConfigError, ScheduleError, ArithmeticError, LookupError, ValueError, MemoryError):
-        best = None
+        notes += [*rounded, *fewer]
+        if best is None:
+            why = _why_not(shape, given) or why
+    except (ConfigError, ScheduleError, ArithmeticError, LookupError, ValueError) as error:
+        best, why = None, _first_line(error)
+    except MemoryError:
+        best, why = None, "too large to be simulated"
     if best is None:
-        return _by_size(given, machine)
-    return Prediction(best.step_s, best)
+        return _by_size(given, machine, why)
+    return Prediction(best.step_s, best, note="; ".join(notes))
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return error.problem
+    if isinstance(error, ScheduleError):
+        return str(error).splitlines()[0]
+    return "layers or hidden is missing, or out of proportion"
+
+
+def _known_schedule(given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """With 1F1B, interleaved where there are virtual stages, in place of a schedule that is not
+    known or does not have so many stages a rank."""
+    name = _SCHEDULES.get(given.get("schedule", ""), given.get("schedule", ""))
+    v = _whole(given, "vpp", 1)
+    if name in ("", "1f1b", "interleaved_1f1b"):
+        return given, []
+    if name in SCHEDULES and SCHEDULES[name].allows(v):
+        return given, []
+    several = f" with {v} stages a rank" if v > 1 else ""
+    note = f"schedule {name}{several} is not known: taken for 1f1b"
+    return {k: x for k, x in given.items() if k != "schedule"}, [note]
+
+
+def _cuttable(shape: ModelShape, given: Mapping[str, str]) -> tuple[ModelShape, list[str]]:
+    """The shape with what the row's tp cannot cut rounded up, and what was."""
+    tp = _whole(given, "tp", 1)
+    heads = _up(shape.heads, tp)
+    kv = heads if shape.kv == shape.heads else shape.kv
+    kv = next(
+        k for k in range(min(kv, heads), heads + 1)
+        if heads % k == 0 and (k % tp == 0 or tp % k == 0)
+    )  # fmt: skip
+    cut = _flag(given.get("seq_par", "0"))
+    new = replace(
+        shape,
+        heads=heads,
+        kv_heads=kv if shape.kv_heads else 0,
+        hidden=_up(shape.hidden, heads),
+        ffn=_up(shape.wide, tp) if shape.wide % tp else shape.ffn,
+        seq=_up(shape.seq, tp) if cut else shape.seq,
+    )
+    found = []
+    for name, old, now in (
+        ("heads", shape.heads, new.heads),
+        ("kv_heads", shape.kv, new.kv),
+        ("hidden", shape.hidden, new.hidden),
+        ("ffn", shape.wide, new.wide),
+        ("seq", shape.seq, new.seq),
+    ):
+        if old != now:
+            found.append(f"{name} {old} taken for {now}: cut into {tp} x {heads // tp} heads")
+    return new, found
+
+
+def _fewer_stages(shape: ModelShape, given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """With as many virtual stages as there are layers for, if the row has more."""
+    v, most = _whole(given, "vpp", 1), max(1, shape.layers // _whole(given, "pp", 1))
+    if v <= most:
+        return given, []
+    note = f"vpp {v} taken for {most}: {shape.layers} layers"
+    return {**given, "vpp": str(most)}, [note]
+
+
+def _up(number: int, unit: int) -> int:
+    """The next multiple."""
+    return -(-number // unit) * unit
+
+
+def _why_not(shape: ModelShape, given: Mapping[str, str]) -> str:
+    """The first rule that the row's own numbers break."""
+    tp, pp = _whole(given, "tp", 1), _whole(given, "pp", 1)
+    gpus = _whole(given, "gpus", 1)
+    if gpus < tp * pp:
+        return f"{gpus} GPUs are fewer than tp={tp} x pp={pp}"
+    v, schedule = next(_pipelines(shape, given, pp))
+    parallel = ParallelConfig(tp=tp, pp=pp, virtual_stages=v, schedule=schedule)
+    found = problems(parallel, shape.facts(), gpus // (tp * pp) * tp * pp, _whole(given, "gbs", 1))
+    return found[0].problem if found else ""
 
 
 def _given(row: Mapping[str, str]) -> dict[str, str]:
@@ -183,6 +275,8 @@ def _cached_machine(
 
 
 def _shape(given: Mapping[str, str], stacks: Stacks) -> ModelShape:
+    if "layers" not in given or "hidden" not in given:
+        raise LookupError
     gated = given.get("gated_mlp", "0") not in ("0", "0.0", "False", "false", "no")
     framework = stacks.framework(given.get("framework", ""))
     shape = ModelShape(
@@ -207,7 +301,7 @@ def _shape(given: Mapping[str, str], stacks: Stacks) -> ModelShape:
     return min(both, key=lambda s: abs(s.num_parameters() - told))
 
 
-def _by_size(given: Mapping[str, str], machine: Machine) -> Prediction:
+def _by_size(given: Mapping[str, str], machine: Machine, why: str) -> Prediction:
     """6 N D at a usual rate."""
     d, layers = _number(given, "hidden"), _number(given, "layers")
     size = _number(given, "params_b") * 1e9 or 12 * layers * d * d or 1e9
@@ -215,7 +309,8 @@ def _by_size(given: Mapping[str, str], machine: Machine) -> Prediction:
     gpus = max(1.0, _number(given, "gpus", 1))
     step = 6 * size * tokens / (gpus * machine.hw.peak_flops * _USUAL_MFU)
     parts = max(1.0, _number(given, "tp", 1)) * max(1.0, _number(given, "pp", 1))
-    return Prediction(step * machine.scalar, None, 18 * size / parts / 2**30)
+    note = f"6 N D at {_USUAL_MFU:.0%}, not simulated: {why}"
+    return Prediction(step * machine.scalar, None, 18 * size / parts / 2**30, note)
 
 
 def _best(shape: ModelShape, given: Mapping[str, str], machine: Machine) -> Estimate | None:

@@ -2,75 +2,43 @@
 
 A group (tp, pp, micro-batch, recompute, sequence parallel, zero1) has a bound that no schedule and
 no partition can beat: a rank's mean share of the work, and what stands after it. Groups are opened
-in the order of that bound, and each layout gets its own, higher one. Layouts are simulated in the
-order of their bounds until the next bound is above the k-th best simulated time.
+in the order of that bound, and each layout gets its own, higher one: in closed form first, then,
+when its turn comes, that of its computations and messages (``earliest``). Layouts are simulated in
+the order of their bounds until the next bound is above the k-th best simulated time.
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import count, product
-from typing import Literal
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 
 from megalite.errors import ConfigError
-from megalite.parallel_config import ParallelConfig, divisors, problems, tp_fits
+from megalite.parallel_config import divisors, tp_fits
+from megalite.planner.candidates import MOST_TP, Candidates, Group, Refused, Request, label_of
 from megalite.planner.cost import Passes
-from megalite.planner.estimate import Estimate, Estimator, Job, Machine
-from megalite.planner.shape import ModelShape
-from megalite.schedule.generators import SCHEDULES
+from megalite.planner.estimate import Estimate, Estimator, Job
 
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""A fused attention keeps no scores: there, selective takes time and saves nothing."""
-SEARCHED = tuple(name for name in SCHEDULES if name not in ("auto", "naive"))
-"""auto is a search of its own, and naive never better than gpipe."""
-_MOST_TP = 64
-_LARGE = 2**40
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is searched; ``memory_bytes`` 0: the device's own.
-
-    Attributes:
-        fixed: fields of ParallelConfig, and micro_batch, that are given.
-        best: how many layouts are to be ranked for certain.
-    """
-
-    shape: ModelShape
-    machine: Machine
-    gpus: int
-    global_batch: int
-    memory_bytes: float = 0.0
-    best: int = 5
-    schedules: tuple[str, ...] = SEARCHED
-    fixed: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def cap(self) -> float:
-        return self.memory_bytes or self.machine.hw.memory_bytes
-
-
-@dataclass
-class Refused:
-    """How many layouts have been refused for one reason, and one of them."""
-
-    reason: str
-    example: str
-    count: int = 1
+WORTH = 0.02
+"""A gain of less is not worth a word."""
+_NEAREST = 12
+_MOST_BOUNDED = 60  # layouts on the chart that were not simulated and whose memory is looked at
 
 
 @dataclass(frozen=True)
 class Point:
-    """A layout on the chart: seconds (a bound, if it was not simulated) and bytes."""
+    """A layout on the chart: seconds (a bound, if it was not simulated) and bytes; ``timed``: the
+    bound is that of its computations and messages."""
 
     step_s: float
     peak_bytes: float
     label: str
     simulated: bool
     fits: bool
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +49,7 @@ class Ranking:
         best: simulated layouts that fit, the fastest first.
         refused: by reason.
         points: every layout that was looked at closely.
-        too_big: the fastest layouts that do not fit, simulated.
+        too_big: the smallest of the fastest layouts that do not fit, if one is worth it; simulated.
         num_layouts, num_simulated: opened or bounded, and simulated.
     """
 
@@ -94,29 +62,7 @@ class Ranking:
     num_simulated: int
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Layouts that differ in schedule, virtual stages and partition alone."""
-
-    tp: int
-    pp: int
-    dp: int
-    micro_batch: int
-    recompute: Recompute
-    sequence_parallel: bool
-    zero1: bool
-
-    def parallel(self, schedule: str, virtual_stages: int, partition: str) -> ParallelConfig:
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            virtual_stages=virtual_stages,
-            schedule=schedule,
-            sequence_parallel=self.sequence_parallel,
-            zero1=self.zero1,
-            recompute=self.recompute,
-            partition="balanced" if partition == "balanced" else "uniform",
-        )
+_Heap = list[tuple[float, int, Group | Estimator]]
 
 
 def rank(request: Request, exhaustive: bool = False) -> Ranking:
@@ -126,10 +72,24 @@ def rank(request: Request, exhaustive: bool = False) -> Ranking:
         ConfigError: if no layout is legal, or none fits, with what would.
     """
     search = _Search(request, exhaustive)
-    search.run()
-    if not search.best:
-        raise search.nothing()
-    return search.ranking()
+    with _uncollected():
+        search.run()
+        if not search.best:
+            raise search.nothing()
+        return search.ranking()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: plans are millions of small objects and no circles, and a
+    quarter of a search goes to visiting them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Search:
@@ -138,122 +98,36 @@ class _Search:
         self.machine, self.cap = request.machine, request.cap
         self.best: list[Estimate] = []
         self.too_big: list[Estimator] = []
-        self.refused: dict[str, Refused] = {}
+        self.candidates = Candidates(request)
         self.points: list[Point] = []
         self.num_layouts = self.num_simulated = 0
-        self.rules: dict[object, ConfigError | None] = {}
+        self.seen: set[tuple[object, ...]] = set()
         self.least_bytes = float("inf")
         self.least: Job | None = None
 
-    # --- what there is ---------------------------------------------------------------------------
-
-    def groups(self) -> Iterator[_Group]:
-        r, fixed = self.r, self.r.fixed
-        facts = r.shape.facts()
-        for tp in self._given("tp", divisors(r.gpus)):
-            if tp > _MOST_TP or not tp_fits(tp, facts) or r.gpus % tp:
-                self._illegal(ParallelConfig(tp=tp))
-                continue
-            for pp in self._given("pp", divisors(r.gpus // tp)):
-                if pp > facts.num_layers + 2 or r.gpus % (tp * pp):
-                    self._illegal(ParallelConfig(tp=tp, pp=pp))
-                    continue
-                dp = r.gpus // (tp * pp)
-                if dp > r.global_batch:
-                    self._refuse(
-                        "more replicas than sequences in a batch", f"tp={tp} pp={pp} dp={dp}"
-                    )
-                    continue
-                for mbs in self._given("micro_batch", divisors(-(-r.global_batch // dp))):
-                    yield from self._options(tp, pp, dp, mbs, fixed)
-
-    def _options(
-        self, tp: int, pp: int, dp: int, mbs: int, fixed: dict[str, object]
-    ) -> Iterator[_Group]:
-        facts = self.r.shape.facts()
-        sp = self._flags("sequence_parallel", tp > 1 and tp_fits(tp, facts, True))
-        zero = self._flags("zero1", dp > 1)
-        given = fixed.get("recompute")
-        modes = [m for m in RECOMPUTES if given in (None, m)]
-        if given is None and self.r.shape.fused_attention:
-            modes.remove("selective")
-        for mode, s, z in product(modes, sp, zero):
-            yield _Group(tp, pp, dp, mbs, mode, s, z)
-
-    def _given(self, name: str, otherwise: list[int]) -> list[int]:
-        value = self.r.fixed.get(name)
-        return [int(str(value))] if value is not None else otherwise
-
-    def _flags(self, name: str, possible: bool) -> list[bool]:
-        value = self.r.fixed.get(name)
-        if value is not None:
-            return [bool(value) and possible]
-        return [False, True] if possible else [False]
-
-    def layouts(self, g: _Group) -> Iterator[Job]:
-        """Every schedule, number of virtual stages and partition of a group."""
-        r = self.r
-        if g.pp == 1:
-            ways = [("1f1b", 1)]
-        else:
-            depths = divisors(max(1, r.shape.layers // g.pp))
-            depths = self._given("virtual_stages", sorted({*depths, 2}))
-            names = [n for n in r.schedules if r.fixed.get("schedule") in (None, n)]
-            ways = [
-                (n, v)
-                for v in depths
-                for n in names
-                if SCHEDULES[n].allows(v) and not (v == 1 and SCHEDULES[n].chunks == "any")
-            ]
-        given = r.fixed.get("partition")
-        for schedule, v in ways:
-            for partition in ("uniform", "balanced") if given is None else (str(given),):
-                if partition == "balanced" and g.pp == 1:
-                    continue
-                parallel = g.parallel(schedule, v, partition)
-                if (error := self._broken(parallel)) is not None:
-                    self._refuse(_reason(error), _label(parallel, g.micro_batch))
-                    continue
-                yield Job(r.shape, parallel, r.gpus, r.global_batch, g.micro_batch)
-
-    def _broken(self, p: ParallelConfig) -> ConfigError | None:
-        """The first rule that a layout breaks; neither batch nor an allowed schedule matters."""
-        key = (p.tp, p.pp, p.virtual_stages, p.partition, p.sequence_parallel)
-        if key not in self.rules:
-            found = problems(p, self.r.shape.facts(), self.r.gpus, self.r.global_batch, 1)
-            self.rules[key] = found[0] if found else None
-        return self.rules[key]
-
-    def _illegal(self, parallel: ParallelConfig) -> None:
-        found = problems(parallel, self.r.shape.facts(), self.r.gpus, self.r.global_batch, 1)
-        if found:
-            self._refuse(_reason(found[0]), str(found[0]))
-        else:
-            self._refuse(f"tp over {_MOST_TP}", f"tp={parallel.tp}")
-
-    def _refuse(self, reason: str, example: str) -> None:
-        if reason in self.refused:
-            self.refused[reason].count += 1
-        else:
-            self.refused[reason] = Refused(reason, example)
-
     # --- bounds ----------------------------------------------------------------------------------
 
-    def group_bound(self, g: _Group) -> float:
-        """A mean rank's work, and the least that stands after the pipeline."""
+    def group_bound(self, g: Group) -> float:
+        """The longest of a mean rank's work, that of one that has as many layers as some rank
+        must, and the way of one microbatch; with the least that stands after the pipeline."""
         e = self._flat(g)
+        layers, m = self.r.shape.layers, e.job.microbatches
         embedding, layer, head = e.kinds
-        each = [_least(embedding), _least(layer) * self.r.shape.layers, _least(head)]
-        return e.job.microbatches * sum(each) / g.pp * self.machine.scalar
+        whole = embedding + layer.times(layers) + head
+        most = _least(layer) * -(-layers // g.pp)
+        way = max(whole.forward, whole.host_forward) + whole.input_grad
+        way += 2 * (g.pp - 1) * e.message_s
+        work = m * max(_least(whole) / g.pp, most)
+        return (max(work, way) + e.least_optimizer_s) * self.machine.scalar
 
-    def _flat(self, g: _Group) -> Estimator:
+    def _flat(self, g: Group) -> Estimator:
         parallel = g.parallel("1f1b", 1, "uniform")
         return Estimator(
             Job(self.r.shape, parallel, self.r.gpus, self.r.global_batch, g.micro_batch),
             self.machine,
         )
 
-    def too_small(self, g: _Group) -> bool:
+    def too_small(self, g: Group) -> bool:
         """Whether not even the state and one microbatch of a mean rank fit."""
         e = self._flat(g)
         model = e.memory_model
@@ -265,8 +139,8 @@ class _Search:
 
     def run(self) -> None:
         order = count()
-        heap: list[tuple[float, int, _Group | Estimator]] = []
-        for g in self.groups():
+        heap: _Heap = []
+        for g in self.candidates.groups():
             if self.too_small(g):
                 self._no_room(g)
                 continue
@@ -277,18 +151,18 @@ class _Search:
             if not self.exhaustive and bound >= self._worst:
                 heap.append((bound, next(order), item))
                 break
-            if isinstance(item, _Group):
+            if isinstance(item, Group):
                 self._open(item, heap, order)
-            else:
+            elif "earliest_s" in vars(item):
                 self._simulate(item)
+            elif self._fits(item):
+                heapq.heappush(heap, (max(bound, item.earliest_s), next(order), item))
         self._rest(heap)
 
-    def _open(
-        self, g: _Group, heap: list[tuple[float, int, _Group | Estimator]], order: count[int]
-    ) -> None:
+    def _open(self, g: Group, heap: _Heap, order: count[int]) -> None:
         seen = set()
         known: dict[object, Estimator] = {}
-        for job in self.layouts(g):
+        for job in self.candidates.layouts(g):
             p = job.parallel
             at = (p.virtual_stages, p.partition, job.rank_of)
             if at in known:
@@ -307,28 +181,39 @@ class _Search:
     def _worst(self) -> float:
         return self.best[-1].step_s if len(self.best) >= self.r.best else float("inf")
 
+    def _fits(self, e: Estimator) -> bool:
+        """Whether it fits the memory; one that does not is noted."""
+        need = e.least_bytes
+        if need <= self.cap:
+            need = e.peak_bytes
+            if need <= self.cap:
+                return True
+        label = label_of(e.job.parallel, e.job.micro_batch)
+        self._note_need(e.job, need)
+        self.candidates.refuse("does not fit the memory", f"{label}: {need / 1e9:.1f} GB or more")
+        self.points.append(Point(e.lower_bound * self.machine.scalar, need, label, False, False))
+        if len(self.too_big) < 200:
+            self.too_big.append(e)
+        return False
+
     def _simulate(self, e: Estimator) -> None:
-        peak = max(m.total for m in e.memory())
-        label = _label(e.job.parallel, e.job.micro_batch)
-        if peak > self.cap:
-            self._note_need(e.job, peak)
-            self._refuse("does not fit the memory", f"{label}: {peak / 1e9:.1f} GB")
-            self.points.append(
-                Point(e.lower_bound * self.machine.scalar, peak, label, False, False)
-            )
-            if len(self.too_big) < 200:
-                self.too_big.append(e)
-            return
         found = e.estimate()
         self.num_simulated += 1
-        self.points.append(Point(found.step_s, peak, label, True, True))
+        alike = replace(e.job, parallel=replace(e.job.parallel, schedule="1f1b", virtual_stages=1))
+        key = (alike, f"{found.step_s:.9g}", round(e.peak_bytes))
+        if key in self.seen:  # few microbatches, and two schedules are one
+            return
+        self.seen.add(key)
+        label = label_of(e.job.parallel, e.job.micro_batch)
+        self.points.append(Point(found.step_s, e.peak_bytes, label, True, True))
         self.best.append(found)
         self.best.sort(key=lambda x: x.step_s)
         if not self.exhaustive:
             del self.best[self.r.best :]
 
-    def _no_room(self, g: _Group) -> None:
-        self._refuse("does not fit the memory", f"tp={g.tp} pp={g.pp} micro-batch {g.micro_batch}")
+    def _no_room(self, g: Group) -> None:
+        words = f"tp={g.tp} pp={g.pp} micro-batch {g.micro_batch}"
+        self.candidates.refuse("does not fit the memory", words)
         e = self._flat(g)
         model = e.memory_model
         elements = self.r.shape.layers * self.r.shape.layer_elements(g.tp) / g.pp
@@ -338,36 +223,45 @@ class _Search:
         if peak < self.least_bytes:
             self.least_bytes, self.least = peak, job
 
-    def _rest(self, heap: list[tuple[float, int, _Group | Estimator]]) -> None:
+    def _rest(self, heap: _Heap) -> None:
         """What was never simulated, for the count and the chart: the best of it."""
-        for bound, _, item in heapq.nsmallest(120, heap, key=lambda x: x[0]):
+        for bound, _, item in heapq.nsmallest(_MOST_BOUNDED, heap, key=lambda x: x[0]):
             if isinstance(item, Estimator):
-                peak = max(m.total for m in item.memory())
-                label = _label(item.job.parallel, item.job.micro_batch)
-                self.points.append(Point(bound, peak, label, False, peak <= self.cap))
-        self.num_layouts += sum(isinstance(item, _Group) for *_, item in heap)
+                label, peak = label_of(item.job.parallel, item.job.micro_batch), item.peak_bytes
+                timed, fits = "earliest_s" in vars(item), peak <= self.cap
+                self.points.append(Point(bound, peak, label, False, fits, timed and fits))
+        self.num_layouts += sum(isinstance(item, Group) for *_, item in heap)
 
     def ranking(self) -> Ranking:
-        nearest = sorted(self.too_big, key=lambda e: e.lower_bound)[:12]
-        limit = self.best[0].step_s
-        faster = [e for e in nearest if e.lower_bound * self.machine.scalar < limit][:6]
         return Ranking(
             self.r,
             tuple(self.best),
-            tuple(sorted(self.refused.values(), key=lambda x: -x.count)),
+            tuple(sorted(self.candidates.refused.values(), key=lambda x: -x.count)),
             tuple(self.points),
-            tuple(e.estimate() for e in faster),
+            self._worth_more_memory(),
             self.num_layouts,
             self.num_simulated,
         )
+
+    def _worth_more_memory(self) -> tuple[Estimate, ...]:
+        """Of the fastest that do not fit and would be faster by WORTH, the smallest."""
+        limit = (1 - WORTH) * self.best[0].step_s
+        nearest = sorted(self.too_big, key=lambda e: e.lower_bound)[:_NEAREST]
+        for e in sorted(nearest, key=lambda e: e.peak_bytes):
+            if e.lower_bound * self.machine.scalar < limit and e.earliest_s < limit:
+                found = e.estimate()
+                if found.step_s < limit:
+                    return (found,)
+        return ()
 
     # --- nothing fits ----------------------------------------------------------------------------
 
     def nothing(self) -> ConfigError:
         r, gb = self.r, 1e9
-        reasons = "; ".join(f"{x.reason} ({x.example})" for x in list(self.refused.values())[:3])
+        refused = self.candidates.refused
+        reasons = "; ".join(f"{x.reason} ({x.example})" for x in list(refused.values())[:3])
         if self.least is None:
-            few = self.refused.get("more replicas than sequences in a batch")
+            few = refused.get("more replicas than sequences in a batch")
             if few is not None:
                 return ConfigError(
                     "--global-batch",
@@ -383,8 +277,8 @@ class _Search:
         return ConfigError(
             "--gpus",
             f"{r.shape.num_parameters() / gb:.1f}B parameters do not fit {r.gpus} x "
-            f"{r.cap / gb:.0f} GB: the smallest layout needs {self.least_bytes / gb:.0f} GB "
-            "or more on a GPU",
+            f"{r.memory / gb:.0f} GB: the smallest layout needs {self.least_bytes / gb:.0f} GB "
+            f"or more on a GPU, and {r.headroom:.0%} stays free (--headroom)",
             f"{fix}a GPU with more memory, or a smaller model",
         )
 
@@ -393,7 +287,7 @@ class _Search:
         found = [
             self.r.gpus // (tp * pp)
             for tp in divisors(self.r.gpus)
-            if tp <= _MOST_TP and tp_fits(tp, self.r.shape.facts())
+            if tp <= MOST_TP and tp_fits(tp, self.r.shape.facts())
             for pp in divisors(self.r.gpus // tp)
             if pp <= self.r.shape.layers
         ]
@@ -414,39 +308,16 @@ class _Search:
 
     def any_fits(self) -> bool:
         """Whether some layout of full recomputation fits."""
-        for g in self.groups():
+        for g in self.candidates.groups():
             if g.recompute != "full" or g.micro_batch > 1 or self.too_small(g):
                 continue
-            for job in self.layouts(g):
+            for job in self.candidates.layouts(g):
                 if max(m.total for m in Estimator(job, self.machine).memory()) <= self.cap:
                     return True
         return False
 
 
 def _least(p: Passes) -> float:
-    """Of a layer's pass on the device and the host, what the simulator will count at least."""
+    """Of layers together on device and host, what the simulator will count at least."""
     forward = max(p.forward, p.host_forward)
     return forward + max(p.input_grad + p.weight_grad, p.host_backward)
-
-
-def _reason(error: ConfigError) -> str:
-    if error.problem.startswith("world size"):
-        return "the GPUs cannot be shared out by tp x pp"
-    return {
-        "parallel.tp": "the model cannot be cut into tp parts",
-        "parallel.pp": "more stages than layers",
-        "parallel.virtual_stages": "more stages than layers",
-        "parallel.sequence_parallel": "the sequence cannot be cut into tp parts",
-    }.get(error.field, error.field)
-
-
-def _label(p: ParallelConfig, micro_batch: int) -> str:
-    words = [f"tp={p.tp} pp={p.pp}"]
-    if p.virtual_stages > 1:
-        words.append(f"v={p.virtual_stages}")
-    words += [p.schedule, f"micro-batch {micro_batch}"]
-    if p.recompute != "none":
-        words.append(f"recompute {p.recompute}")
-    words += ["sp"] * p.sequence_parallel + ["zero1"] * p.zero1
-    words += ["balanced"] * (p.partition == "balanced")
-    return " ".join(words)

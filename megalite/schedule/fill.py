@@ -10,6 +10,7 @@ from megalite.schedule.action import Action, Op
 from megalite.schedule.costs import Costs
 
 _NEVER = -1.0
+_NOTHING = -1
 _EPS = 1e-9
 
 
@@ -83,6 +84,7 @@ class _Filler:
         self.open: list[deque[Action]] = [deque() for _ in range(ranks)]  # W that have no place yet
         self.free: dict[tuple[int, int, int], float] = {}  # channel -> arrival of its last message
         self.runnable = list(range(ranks))
+        self.waits = [_NOTHING] * ranks  # the input that a rank stands before
         self.loose = [all(a.op is not Op.WEIGHT_GRAD for a in order) for order in orders]
         whole = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
         # What an op costs, and by how much what the rank holds changes.
@@ -122,6 +124,7 @@ class _Filler:
                 ready = now if op is Op.WEIGHT_GRAD else arrived[gradients + at]
             if ready == _NEVER:
                 self.position[rank] = position
+                self.waits[rank] = at if op is Op.FORWARD else gradients + at
                 break
             full = op is Op.FORWARD and held + 1 > limit
             while open_w and (
@@ -169,5 +172,7 @@ class _Filler:
             channel = rank, receiver, back
             arrival = max(arrival, self.free.get(channel, 0.0)) + self.costs.comm
             self.free[channel] = arrival
-            self.runnable.append(receiver)
+            if self.waits[receiver] == back + to * self.m + microbatch:
+                self.waits[receiver] = _NOTHING
+                self.runnable.append(receiver)
         self.arrived[back + to * self.m + microbatch] = arrival

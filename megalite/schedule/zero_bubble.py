@@ -126,6 +126,7 @@ def _from_phases(
     """Phases are ops with their chunk, and how often they come. A chunk's microbatches take turns;
     W is the oldest one; microbatches that there are not are left out."""
     count = {op + chunk: 0 for op, chunk in product("FB", "01")}
+    ops = {op.value: op for op in Op}
     open_w: deque[tuple[int, int]] = deque()
     actions = []
     for text in (text for ops, times in phases for _ in range(times) for text in ops.split()):
@@ -140,7 +141,7 @@ def _from_phases(
             if text[0] == "I":
                 open_w.append((stage, microbatch))
         if microbatch < num_microbatches:
-            actions.append(Action(Op(text[0]), stage, microbatch))
+            actions.append(Action(ops[text[0]], stage, microbatch))
     return actions
 
 

@@ -8,14 +8,15 @@ import pytest
 from megalite.planner.constants import load_constants
 from megalite.planner.fit import measured_time
 from megalite.planner.rows import predict
-from tests.planner.tables import error, steady, table
+from tests.planner.tables import error, table
+from tools.planning.fitting import is_steady
 
 CORE = ("megatron21_table1", "korthikanti_table5", "mtnlg530b")
 
 
 def core_errors() -> list[float]:
     rows = [row for name in CORE for row in table(name)]
-    return [error(r) for r in (*rows, *filter(steady, table("vtrain_multi")))]
+    return [error(r) for r in (*rows, *filter(is_steady, table("vtrain_multi")))]
 
 
 def test_step_times_of_tuned_stacks_are_within_their_goals() -> None:

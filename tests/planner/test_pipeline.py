@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.planner.pipeline import peaks, run
+from megalite.planner.pipeline import least_held, peaks, run
 from megalite.schedule.costs import Costs
 from megalite.schedule.generators import build_schedule
 from megalite.schedule.lower import lower
@@ -66,10 +66,14 @@ def test_repetition_is_used_where_it_saves_and_only_there() -> None:
 
 
 @pytest.mark.parametrize("schedule", sorted(WAYS))
-def test_the_peak_of_a_long_plan_is_that_of_its_first_rounds(schedule: str) -> None:
-    pp, v, m = 4, WAYS[schedule], 60
-    activation = tuple(1.0 + 0.1 * s for s in range(pp * v))
+@pytest.mark.parametrize(("pp", "m"), [(4, 60), (5, 23), (7, 48), (6, 11), (3, 2)])
+def test_the_peak_of_a_long_plan_is_that_of_its_first_rounds(
+    schedule: str, pp: int, m: int
+) -> None:
+    v = WAYS[schedule]
+    activation = tuple(1.0 + 0.1 * (7 * s % 5) for s in range(pp * v))
     open_w = tuple(0.6 * a for a in activation)
-    plan = lower(build_schedule(schedule, pp, m, v))
-    whole = peak_memory(plan, activation, open_w)
+    whole = peak_memory(build_schedule(schedule, pp, m, v), activation, open_w)
     assert peaks(schedule, pp, m, v, activation, open_w) == pytest.approx(whole)
+    least = v * min(activation) * least_held(schedule, pp, m)
+    assert 0 < least <= max(whole)

@@ -80,6 +80,44 @@ def test_every_row_gets_a_prediction(changes: dict[str, str]) -> None:
     found = predict({**ROW, **changes})
     assert 0 < found.iter_time_s < 1e9
     assert found.mem_gb > 0
+    if found.estimate is None:
+        assert found.note.startswith("6 N D at 40%, not simulated: ")
+
+
+UNCHANGED = {
+    "ffn": {"ffn": "24576"}, "hea": {"heads": "64"}, "hid": {"hidden": "6144"},
+    "kv_": {"kv_heads": "64"}, "seq": {"seq": "2048"}, "sch": {"schedule": ""},
+    "vpp": {"vpp": "48"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"ffn": "24577"}, "ffn 24577 taken for 24584: cut into 8 x 8 heads"),
+        ({"heads": "63", "kv_heads": ""}, "heads 63 taken for 64"),
+        ({"hidden": "6150"}, "hidden 6150 taken for 6208"),
+        ({"kv_heads": "3"}, "kv_heads 3 taken for 4"),
+        ({"seq": "2047", "seq_par": "1"}, "seq 2047 taken for 2048"),
+        ({"schedule": "never-heard-of"}, "schedule never-heard-of is not known"),
+        ({"vpp": "100"}, "vpp 100 taken for 48: 48 layers"),
+    ],
+)
+def test_what_cannot_be_cut_is_rounded_up_and_said(changes: dict[str, str], note: str) -> None:
+    row = {**ROW, "ffn": "24576"}
+    found, whole = predict({**row, **changes}), predict({**row, **changes, **UNCHANGED[note[:3]]})
+    assert note in found.note and whole.note == ""
+    assert found.estimate is not None
+    if not changes.get("kv_heads"):
+        assert found.iter_time_s == pytest.approx(whole.iter_time_s, rel=0.03)
+
+
+def test_a_row_that_is_not_simulated_says_why() -> None:
+    few = predict({**ROW, "gpus": "3"})
+    assert few.estimate is None and "3 GPUs are fewer than tp=8 x pp=1" in few.note
+    deep = predict({**ROW, "gpus": "8000", "pp": "1000"})
+    assert deep.estimate is None and "1000" in deep.note
+    assert "missing" in predict({**ROW, "hidden": ""}).note
 
 
 @pytest.mark.parametrize("name", ["layers", "hidden", "heads", "seq", "gbs", "gpus", "gpu_mem_gb"])

@@ -6,9 +6,10 @@ import pytest
 
 from megalite.errors import ConfigError
 from megalite.planner.advice import advice, bubble_warning, sensitivity
+from megalite.planner.candidates import Group, Request
 from megalite.planner.estimate import Estimator, Machine
 from megalite.planner.hardware import find_hardware
-from megalite.planner.search import Ranking, Request, rank
+from megalite.planner.search import Ranking, _Search, rank
 from megalite.planner.shape import ModelShape
 
 A100 = Machine(find_hardware("a100-80"))
@@ -32,6 +33,7 @@ def test_the_search_finds_what_exhaustive_simulation_finds_at_64_gpus() -> None:
     found, whole = rank(request), rank(request, exhaustive=True)
     assert keys(found) == keys(whole)[:4]
     assert found.num_simulated < whole.num_simulated / 5
+    assert found.num_simulated <= request.best + 2  # the others' computations alone are slower
     assert whole.best[-1].step_s > 2 * whole.best[0].step_s  # there was something to choose
     small = rank(replace(request, memory_bytes=4e9))
     assert small.best[0].step_s > found.best[0].step_s
@@ -41,10 +43,19 @@ def test_the_search_finds_what_exhaustive_simulation_finds_at_64_gpus() -> None:
 def test_bounds_are_below_every_simulated_time() -> None:
     request = Request(SMALL, A100, 16, 64, schedules=("1f1b", "gpipe", "zb_h2", "v_half"))
     whole = rank(request, exhaustive=True)
+    search = _Search(request)
+    groups = {g: search.group_bound(g) for g in search.candidates.groups()}
     for e in whole.best:
-        bound = Estimator(e.job, A100).lower_bound
-        assert bound <= e.step_s * (1 + 1e-9)
-        assert bound > 0.3 * e.step_s
+        found, p = Estimator(e.job, A100), e.job.parallel
+        bounds = groups[
+            Group(
+                p.tp, p.pp, e.job.mesh.dp, e.job.micro_batch, p.recompute,
+                p.sequence_parallel, p.zero1,
+            )
+        ], found.lower_bound, found.earliest_s  # fmt: skip
+        assert max(bounds) <= e.step_s * (1 + 1e-9)
+        assert min(bounds) > 0.2 * e.step_s
+        assert found.least_bytes <= found.peak_bytes
 
 
 def test_every_refusal_has_its_reason() -> None:
@@ -60,6 +71,19 @@ def test_plain_data_parallelism_is_advised_where_it_does() -> None:
     assert any("plain data parallelism" in line for line in advice(found))
     large = rank(Request(GPT3, A100, 512, 512, best=1, schedules=("1f1b",)))
     assert not any("plain data parallelism" in line for line in advice(large))
+
+
+def test_plain_data_parallelism_that_was_ruled_out_is_said_to_be_faster() -> None:
+    fixed: dict[str, object] = {"tp": 4}
+    found = rank(Request(replace(SMALL, layers=4), A100, 8, 256, best=1, fixed=fixed))
+    assert any("faster, if it were not ruled out" in line for line in advice(found))
+
+
+def test_schedules_that_are_one_for_few_microbatches_are_listed_once() -> None:
+    fixed: dict[str, object] = {"tp": 1, "pp": 4, "micro_batch": 1, "virtual_stages": 2}
+    request = Request(SMALL, A100, 4, 2, best=4, fixed=fixed, schedules=("zb_v", "v_half"))
+    found = [(e.step_s, e.job.parallel.partition, e.job.parallel.zero1) for e in rank(request).best]
+    assert len(found) == len(set(found))
 
 
 def test_what_more_memory_would_bring_is_said() -> None:
@@ -85,6 +109,10 @@ def test_a_large_bubble_is_flagged() -> None:
         (Request(GPT3, A100, 8, 64), r"do not fit 8 x 86 GB.*Use (64|128) GPUs or more"),
         (Request(SMALL, A100, 4096, 4), r"fewer than the replicas.*Use \d+ or more"),
         (Request(SMALL, A100, 8, 8, fixed={"tp": 7}), "no layout of 8 GPUs is legal"),
+        (
+            Request(SMALL, A100, 8, 8, fixed={"pp": 2, "schedule": "zb_v", "virtual_stages": 3}),
+            "zb_v has exactly two stages a rank, got virtual_stages=3",
+        ),
     ],
 )
 def test_a_request_that_nothing_meets_says_what_would(request_: Request, words: str) -> None:
@@ -167,3 +195,13 @@ def test_published_layouts_are_candidates_with_their_published_times(
     )  # fmt: skip
     found = rank(request)
     assert any(abs(e.step_s / seconds - 1) < 0.05 for e in found.best)
+
+
+def test_a_share_of_the_memory_stays_free() -> None:
+    request = Request(SMALL, A100, 16, 64, best=1, schedules=("1f1b", "zb_v"), headroom=0.0)
+    assert replace(request, headroom=0.06).cap == pytest.approx(0.94 * A100.hw.memory_bytes)
+    least = rank(request).best[0].peak_bytes
+    tight = replace(request, memory_bytes=1.03 * least)
+    assert rank(tight).best[0].peak_bytes == least  # 3 % stay free, and none need
+    kept = rank(replace(tight, headroom=0.06)).best[0]
+    assert kept.peak_bytes <= 0.97 * least and kept.step_s >= rank(tight).best[0].step_s

@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out, err
 
 
-def test_predict_adds_two_columns_and_keeps_every_row(
+def test_predict_adds_its_columns_and_keeps_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out.csv"
@@ -33,6 +33,20 @@ def test_predict_adds_two_columns_and_keeps_every_row(
         assert {k: new[k] for k in old} == old
         assert float(new["pred_iter_time_s"]) > 0
         assert float(new["pred_mem_gb"]) > 0
+        assert new["pred_note"] == ""
+
+
+def test_predict_says_which_rows_it_could_not_simulate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    head = "layers,hidden,heads,seq,vocab,gpus,tp,pp,gbs\n"
+    source.write_text(f"{head}24,2048,16,2048,51200,8,2,2,16\n24,2048,16,2048,51200,8,4,4,16\n")
+    code, out, err = run(capsys, "predict", "--csv", str(source), "--out", str(target))
+    assert code == 0 and "2 rows" in out
+    assert err == "plan.py: 1 row: 6 N D at 40%, not simulated: 8 GPUs are fewer than tp=4 x pp=4\n"
+    with target.open(newline="") as file:
+        assert [bool(row["pred_note"]) for row in csv.DictReader(file)] == [False, True]
 
 
 def test_rank_prints_layouts_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +113,8 @@ def test_check_says_whether_a_configuration_fits(capsys: pytest.CaptureFixture[s
         ({"--gpu": "h10"}, "Did you mean h100"),
         ({"--model": "gpt3-175b"}, "do not fit 16 x 86 GB"),
         ({"--global-batch": "0"}, "Use 1 or more"),
+        ({"--framework": "NeMo-Megatrom"}, "Did you mean NeMo-Megatron? Use one of megalite, "),
+        ({"--cluster": "elsewhere"}, "Use one of selene, "),
         ({"--gpus": "4096", "--global-batch": "2"}, "fewer than the replicas"),
     ],
 )

@@ -59,6 +59,21 @@ def test_kernels_can_be_timed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found["gap"] < 1e-2
 
 
+def test_the_figures_in_the_docs_are_those_of_the_report() -> None:
+    tables = fitting.read_tables(DATA)
+    docs = (DATA.parents[2] / "docs/planner.md").read_text(encoding="utf-8").splitlines()
+    lines = fitting.report(tables).splitlines()
+    for name in tables:
+        said, found = (
+            next(line.split("|") for line in text if line.startswith(f"| {name} "))
+            for text in (docs, lines)
+        )
+        assert said[1:4] == found[1:4]  # name, rows, and the planner's errors
+    tuned = next(line for line in lines if line.startswith("tuned software: "))
+    assert tuned.removeprefix("tuned software: ") in "".join(docs)
+    assert len(tables) == 5
+
+
 def test_errors_are_reported_beside_simple_predictors() -> None:
     tables = {
         name: rows

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from launch.config import load_config, violations
 from megalite.errors import ConfigError
+from megalite.planner.candidates import Request
 from megalite.planner.estimate import Estimator
-from megalite.planner.search import Ranking, Request, rank
+from megalite.planner.search import Ranking, rank
 from tools.planning.explain import explanation, timeline
-from tools.planning.files import CONFIG, command_of, write
+from tools.planning.files import CONFIG, command_of, data_flag, write
 from tools.planning.models import find_model, shape_of
 from tools.planning.page import render
 from tools.planning.request import BYTES, estimator_of, machine_of, request_of
@@ -27,6 +28,7 @@ def rank_command(args: argparse.Namespace) -> str:
     if args.write:
         model = find_model(args.model)
         lines = [f"written: {p}" for p in write(found.best[0], model, args.dtype, args.write)]
+        lines[0] += f" ({data_flag(found.best[0])})"
     if args.page:
         config = (args.write or Path("plan")) / CONFIG
         page = render(found, timeline(best), command_of(found.best[0], config))
@@ -61,12 +63,12 @@ def check_command(args: argparse.Namespace, flags: list[str]) -> str:
     parallel = replace(cfg.parallel, schedule=_searched(cfg.parallel.schedule))
     e = estimator_of(request, parallel, cfg.train.micro_batch_size)
     found = e.estimate()
-    if found.peak_bytes > request.cap:
+    if found.peak_bytes > request.memory:
         least = rank(request).best[0]
         raise ConfigError(
             "parallel",
             f"rank {found.worst_rank} of the pipeline needs {found.peak_bytes / GB:.1f} GB of "
-            f"{request.cap / GB:.0f}",
+            f"{request.memory / GB:.0f}",
             f"What fits: {json.dumps(layout_json(least))}",
         )
     best = rank(request).best[0]
@@ -76,6 +78,9 @@ def check_command(args: argparse.Namespace, flags: list[str]) -> str:
     kept = ("tp", "pp", "virtual_stages", "schedule", "micro_batch_size", "recompute")
     words = " ".join(f"{name}={better[name]}" for name in kept)
     note = f"{gain:.1%} faster: {words}" if gain > 0.005 else "no layout is faster"
+    free = request.memory - found.peak_bytes
+    if found.peak_bytes > request.cap:
+        note += f"\nwarning: only {free / GB:.1f} GB ({free / request.memory:.1%}) stay free"
     return f"{text}\n\n{note}"
 
 

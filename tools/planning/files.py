@@ -44,13 +44,21 @@ def command_of(e: Estimate, path: Path) -> str:
     return f"{start} --config {path} --data.path DIR"
 
 
+def data_flag(e: Estimate) -> str:
+    """What the configuration lacks, in words."""
+    return (
+        "add --data.path DIR (made by tools/prepare_data.py) to train, and to "
+        f"tools/check_layout.py --world-size {e.job.world_size}"
+    )
+
+
 def write(e: Estimate, model: GPTConfig, dtype: str, folder: Path) -> list[Path]:
     """Config and submit script; the paths written."""
     folder.mkdir(parents=True, exist_ok=True)
     config, submit = folder / CONFIG, folder / SUBMIT
     head = (
         f"# {e.job.world_size} x {e.machine.hw.name}: {e.step_s:.4g} s a step and "
-        f"{e.peak_bytes / 1e9:.1f} GB a GPU, as planned\n"
+        f"{e.peak_bytes / 1e9:.1f} GB a GPU, as planned\n# The data are yours: {data_flag(e)}\n"
     )
     text = yaml.safe_dump(config_of(e, model, dtype), sort_keys=False)
     config.write_text(head + text, encoding="utf-8")

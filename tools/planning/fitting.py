@@ -30,6 +30,7 @@ from megalite.planner.fit import (
     weighted,
 )
 from megalite.planner.hardware import find_hardware, read_yaml
+from megalite.planner.rows import predict
 
 WEIGHTS = {
     "megatron20_dgx_a100": 0.7,
@@ -181,7 +182,44 @@ def report(tables: Tables, unseen: Mapping[str, list[float]] | None = None) -> s
         cells = [name, str(len(ours[name]))]
         cells += [_summary(values.get(name, ())) for _, values in columns]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_stacks(tables), *_memory(tables)])
+
+
+STEADY = ("megatron21_table1", "korthikanti_table5", "mtnlg530b", "vtrain_multi")
+"""The tables of tuned software, of which rows that jump are left out."""
+JUMPS = {"vtrain_multi-014", "vtrain_multi-016", "vtrain_multi-021"}
+"""Rows near out-of-memory, or that double between neighbouring micro-batch sizes."""
+
+
+def is_steady(row: Row) -> bool:
+    """Whether a row of vTrain's is none of those whose neighbours differ by 20 to 40 %."""
+    uneven = row["params_b"] == "39.1" and int(row["tp"]) < 8
+    return not uneven and row["row_id"] not in JUMPS
+
+
+def _stacks(tables: Tables) -> list[str]:
+    """Of the tables of tuned software together, and with BLOOM and NeMo."""
+    found = [r for name in STEADY for r in tables.get(name, ())]
+    core = [r for r in found if not r["row_id"].startswith("vtrain_multi") or is_steady(r)]
+    if not core:
+        return []
+    lines = [f"tuned software: {_summary(errors_of(core, in_use()))}"]
+    others = [r for n in ("bloom_a100_sweep", "nemo_a100_scaling") for r in tables.get(n, ())]
+    if others:
+        whole = errors_of([*core, *others], in_use())
+        lines.append(f"with BLOOM and NeMo: {_summary(whole)}")
+    return lines
+
+
+def _memory(tables: Tables) -> list[str]:
+    """Of the tables that have a measured memory."""
+    lines = []
+    for name, rows in tables.items():
+        told = [r for r in rows if (r.get("mem_gb") or "").strip() and measured_time(r)]
+        errors = [abs(predict(r).mem_gb / float(r["mem_gb"]) - 1) for r in told]
+        if errors:
+            lines.append(f"memory, {name}, {len(errors)} rows: {_summary(errors)}")
+    return lines
 
 
 def _summary(values: Iterable[float]) -> str:

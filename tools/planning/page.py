@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from megalite.parallel_config import ParallelConfig
 from megalite.planner.advice import advice, bubble_warning, sensitivity
@@ -10,11 +11,12 @@ from megalite.planner.search import Point, Ranking
 from megalite.report.chart import HEIGHT, WIDTH
 from megalite.report.curves import legend
 from megalite.report.html import Html, tag
-from megalite.report.pipeline import cell_keys, timeline_figure
+from megalite.report.pipeline import Scale, cell_keys, timeline_figure
 from megalite.report.series import tick_labels, ticks
 from megalite.report.style import stylesheet
+from megalite.schedule.action import COMPUTE
 from megalite.schedule.simulate import Timeline
-from tools.planning.words import GB, size_of
+from tools.planning.words import GB, memory_words, size_of
 
 _HEAD = """<meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -25,14 +27,21 @@ _STYLE = """
 .plot .bound{stroke:var(--soft);stroke-width:4;opacity:.45}
 .plot .big{stroke:var(--bad);stroke-width:5;opacity:.6}
 .plot .front{stroke:var(--good);stroke-width:2}
+.card td:not(:first-child),.card th{white-space:nowrap}
+.card .refused td{white-space:normal}
 .plot .cap{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:5 4}
 """
 
 
+_FARTHEST = 2.0
+"""Layouts that need more than so many times the memory are not drawn."""
+
+
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The simulated layouts that no other one beats in both time and memory, by memory."""
+    """The layouts of known time that no other one beats in both time and memory, by memory."""
     found: list[Point] = []
-    for p in sorted((p for p in points if p.simulated), key=lambda p: (p.peak_bytes, p.step_s)):
+    known = (p for p in points if p.simulated or p.timed)
+    for p in sorted(known, key=lambda p: (p.peak_bytes, p.step_s)):
         if not found or p.step_s < found[-1].step_s:
             found.append(p)
     return found
@@ -51,6 +60,7 @@ def render(r: Ranking, timeline: Timeline, command: str) -> str:
         "main",
         tag("h1", title),
         tag("p", about, class_="about"),
+        tag("p", memory_words(r), class_="about"),
         tag("h2", "Layouts"),
         tag("div", _table(r), tag("ul", *(tag("li", x) for x in said)), class_="card"),
         *_timeline(timeline),
@@ -66,7 +76,7 @@ def render(r: Ranking, timeline: Timeline, command: str) -> str:
 
 
 def _table(r: Ranking) -> Html:
-    names = ("layout", "step", "MFU", "bubble", "memory")
+    names = ("layout", "step", "MFU", "bubble", "memory", "free")
     rows = [
         tag(
             "tr",
@@ -75,6 +85,7 @@ def _table(r: Ranking) -> Html:
             tag("td", f"{e.mfu:.1%}"),
             tag("td", f"{e.bubble_fraction:.1%}"),
             tag("td", f"{e.peak_bytes / GB:.1f} GB"),
+            tag("td", f"{(r.request.memory - e.peak_bytes) / GB:.1f} GB"),
         )
         for e in r.best
     ]
@@ -94,33 +105,59 @@ def _refused(r: Ranking) -> Html:
         tag("tr", tag("td", f"{x.count:,}"), tag("td", x.reason), tag("td", x.example))
         for x in r.refused
     ]
-    return tag("table", tag("tbody", *rows)) if rows else tag("p", "None.", class_="note")
+    return (
+        tag("table", tag("tbody", *rows), class_="refused")
+        if rows
+        else tag("p", "None.", class_="note")
+    )
 
 
 def _timeline(timeline: Timeline) -> list[Html]:
-    plan = timeline.plan
+    plan, several = timeline.plan, timeline.plan.num_microbatches > 1
     text = (
-        f"{plan.name}, {plan.num_microbatches:,} microbatches drawn, "
-        f"{timeline.bubble_fraction:.1%} idle"
+        f"{plan.name}, {plan.num_microbatches:,} microbatch{'es' * several} drawn, "
+        f"{timeline.bubble_fraction:.1%} idle; seconds"
     )
     keys = [*cell_keys(plan), ("idle", "idle")]
-    figure = tag("div", timeline_figure(timeline), legend(keys), class_="card")
+    figure = tag("div", timeline_figure(timeline, _scale(timeline)), legend(keys), class_="card")
     return [tag("h2", "One step of the pipeline ", tag("small", text)), figure]
 
 
+def _scale(timeline: Timeline) -> Scale:
+    """As wide as the page; a long step is cut where its computations would be too thin."""
+    computed = [
+        end - start
+        for actions, starts, ends in zip(
+            timeline.plan.actions, timeline.start, timeline.end, strict=True
+        )
+        for action, start, end in zip(actions, starts, ends, strict=True)
+        if action.op in COMPUTE and end > start
+    ]
+    return Scale(timeline.makespan, min(median(computed), timeline.makespan / 40), 1.0, " s")
+
+
 def _chart(r: Ranking) -> Html:
-    """Memory to the right, time upwards; the front joins what nothing beats in both."""
-    points, cap = r.points, r.request.cap
+    """Memory to the right, time upwards; the front joins what nothing beats in both. The times
+    are near to one another: their axis does not begin at 0."""
+    cap = r.request.cap
+    points = [p for p in r.points if p.peak_bytes <= _FARTHEST * cap]
+    far = len(r.points) - len(points)
     most = 1.06 * max(max(p.peak_bytes for p in points), min(cap, 4e12))
-    high = 1.06 * max(p.step_s for p in points)
+    times = [p.step_s for p in points]
+    low, high = min(times), max(times)
+    edge = 0.08 * (high - low) or 0.02 * high
+    low, high = low - edge, high + edge
+
+    def height(seconds: float) -> int:
+        return round((high - seconds) / (high - low) * HEIGHT)
 
     def at(p: Point) -> str:
-        return f"{round(p.peak_bytes / most * WIDTH)} {round((1 - p.step_s / high) * HEIGHT)}"
+        return f"{round(p.peak_bytes / most * WIDTH)} {height(p.step_s)}"
 
     dots = [tag("path", tag("title", _name(p)), d=f"M{at(p)}h0", class_=_kind(p)) for p in points]
     front = "L".join(at(p) for p in pareto(points))
-    right, up = ticks(0, most / GB), ticks(0, high)
-    grid = "".join(f"M0 {round((1 - v / high) * HEIGHT)}h{WIDTH}" for v in up)
+    right, up = ticks(0, most / GB), ticks(low, high)
+    grid = "".join(f"M0 {height(v)}h{WIDTH}" for v in up)
     drawing = tag(
         "svg",
         tag("path", d=grid, class_="grid"),
@@ -133,7 +170,7 @@ def _chart(r: Ranking) -> Html:
         aria_label="time against memory",
     )
     labels = [
-        tag("span", text, class_="y", style=f"top:{100 * (1 - v / high):.2f}%")
+        tag("span", text, class_="y", style=f"top:{100 * height(v) / HEIGHT:.2f}%")
         for v, text in zip(up, tick_labels(up), strict=True)
     ] + [
         tag("span", text, class_="x", style=f"left:{100 * v * GB / most:.2f}%")
@@ -141,7 +178,8 @@ def _chart(r: Ranking) -> Html:
     ]
     note = (
         "GB a GPU to the right, seconds a step upwards. Blue: simulated; green: the Pareto front; "
-        "grey: not simulated, at the bound of its time; red: does not fit (dashed: the memory)."
+        "grey: not simulated, at the bound of its time; red: does not fit (dashed: the memory less "
+        f"what stays free){f'; {far:,} that need still more are not drawn' if far else ''}."
     )
     return tag(
         "figure",

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from megalite.errors import ConfigError
 from megalite.parallel_config import ParallelConfig, check
+from megalite.planner.candidates import HEADROOM, SEARCHED, Request
 from megalite.planner.constants import load_stacks
 from megalite.planner.estimate import Estimator, Job, Machine
 from megalite.planner.hardware import find_hardware, known_hardware
-from megalite.planner.search import SEARCHED, Request
 from tools.planning.models import find_model, shape_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -25,6 +25,11 @@ def add_arguments(args: argparse.ArgumentParser) -> None:
     args.add_argument("--gpu", required=True, help=f"{known}, or a file that measure wrote")
     args.add_argument("--global-batch", required=True, type=int, help="sequences a step")
     args.add_argument("--memory-gb", type=float, default=0.0, help="instead of the GPU's own")
+    args.add_argument(
+        "--headroom", type=float, default=100 * HEADROOM, metavar="PERCENT",
+        help="of the memory that must stay free (default: %(default)g), beside the reserve for "
+        "context and NCCL that is counted in every layout",
+    )  # fmt: skip
     args.add_argument("--dtype", choices=sorted(BYTES), default="bf16")
     args.add_argument("--framework", default="megalite", help="as in predict; default: megalite")
     args.add_argument("--cluster", default="", help="as in predict: its network and its scalar")
@@ -51,11 +56,11 @@ def _flag(text: str) -> bool:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     stacks, hw = load_stacks(), find_hardware(args.gpu)
-    if args.cluster in stacks.net_bytes_s:
-        hw = hw.with_network(stacks.net_bytes_s[args.cluster])
+    if args.cluster:
+        hw = hw.with_network(stacks.network(args.cluster))
     return Machine(
         hw,
-        stacks.framework(args.framework),
+        stacks.known(args.framework),
         scalar=stacks.scalar(args.framework, args.cluster),
         element_bytes=BYTES[args.dtype],
     )
@@ -80,8 +85,18 @@ def request_of(args: argparse.Namespace, best: int = 5) -> Request:
     fixed = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if not 0 <= args.memory_gb < float("inf"):
         raise ConfigError("--memory-gb", f"{args.memory_gb} is no size", "Use GB, or 0 for its own")
-    memory = args.memory_gb * 1e9
-    return Request(shape, machine, args.gpus, args.global_batch, memory, best, fixed=fixed)
+    if not 0 <= args.headroom < 100:
+        raise ConfigError("--headroom", f"{args.headroom} is no percentage", "Use 0 to 99")
+    return Request(
+        shape,
+        machine,
+        args.gpus,
+        args.global_batch,
+        args.memory_gb * 1e9,
+        args.headroom / 100,
+        best,
+        fixed=fixed,
+    )
 
 
 def estimator_of(request: Request, parallel: ParallelConfig, micro_batch: int) -> Estimator:

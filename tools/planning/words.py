@@ -19,8 +19,9 @@ def size_of(number: float) -> str:
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
-def layout_json(e: Estimate) -> dict[str, Any]:
-    """One layout, in the words of the configuration."""
+def layout_json(e: Estimate, memory: float = 0.0) -> dict[str, Any]:
+    """One layout, in the words of the configuration; ``memory``: bytes of a device, if not its
+    own."""
     p, job = e.job.parallel, e.job
     return {
         "tp": p.tp,
@@ -42,6 +43,7 @@ def layout_json(e: Estimate) -> dict[str, Any]:
         "mfu": e.mfu,
         "tokens_per_s_gpu": job.global_batch * job.shape.seq / e.step_s / job.world_size,
         "memory_gb": e.peak_bytes / GB,
+        "memory_free_gb": ((memory or e.machine.hw.memory_bytes) - e.peak_bytes) / GB,
         "memory": memory_json(e.memory[e.worst_rank]),
     }
 
@@ -56,8 +58,10 @@ def ranking_json(r: Ranking) -> dict[str, Any]:
         "gpu": r.request.machine.hw.name,
         "global_batch_size": r.request.global_batch,
         "parameters": r.request.shape.num_parameters(),
+        "memory_gpu_gb": r.request.memory / GB,
         "memory_cap_gb": r.request.cap / GB,
-        "layouts": [layout_json(e) for e in r.best],
+        "headroom": r.request.headroom,
+        "layouts": [layout_json(e, r.request.memory) for e in r.best],
         "refused": [
             {"reason": x.reason, "count": x.count, "example": x.example} for x in r.refused
         ],
@@ -74,7 +78,7 @@ def ranking_text(r: Ranking) -> str:
         f"{r.request.machine.hw.name}, {r.request.global_batch:,} sequences a step: "
         f"{r.num_layouts:,} layouts bounded, {r.num_simulated:,} simulated"
     )
-    lines = [head, "", *_table(r.best), ""]
+    lines = [head, memory_words(r), "", *_table(r.best, r.request.memory), ""]
     if warning := bubble_warning(r.best[0]):
         lines.append(warning)
     lines += [*advice(r), *sensitivity(r), ""]
@@ -82,10 +86,20 @@ def ranking_text(r: Ranking) -> str:
     return "\n".join(lines)
 
 
-def _table(found: Sequence[Estimate]) -> list[str]:
+def memory_words(r: Ranking) -> str:
+    """What of a device's memory may be planned with, and why."""
+    request, reserve = r.request, r.request.machine.hw.reserve_bytes
+    return (
+        f"{request.memory / GB:.1f} GB a GPU; {request.headroom:.0%} "
+        f"({(request.memory - request.cap) / GB:.1f} GB) stays free for fragmentation (--headroom),"
+        f" and {reserve / GB:.1f} GB for context and NCCL are counted in every layout"
+    )
+
+
+def _table(found: Sequence[Estimate], memory: float) -> list[str]:
     rows = [
         ("tp", "pp", "v", "dp", "mbs", "schedule", "recompute", "sp", "zero1", "partition")
-        + ("step s", "MFU", "bubble", "GB")
+        + ("step s", "MFU", "bubble", "GB", "free")
     ]
     for e in found:
         p = e.job.parallel
@@ -105,6 +119,7 @@ def _table(found: Sequence[Estimate]) -> list[str]:
                 f"{e.mfu:.1%}",
                 f"{e.bubble_fraction:.1%}",
                 f"{e.peak_bytes / GB:.1f}",
+                f"{(memory - e.peak_bytes) / GB:.1f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
