@@ -116,7 +116,7 @@ class LayerCosts:
         norms = 2 * k.stream(2 * rows * d * size)
         mask = _MASK if self._dropout else 0
         residuals = 2 * k.stream(rows * d * (3 * size + mask))
-        activation = k.stream(n * ffn * size * (1 + s.ups))
+        activation = k.stream(n * ffn * size * (1 + s.ups), "activation")
         rotary = k.stream(2 * n * (q + kv) * size) if not s.learned_positions else 0.0
         core, core_kernels = self.attention_forward()
         kernels = 4 + 2 + 2 + 1 + (4 if not s.learned_positions else 0) + core_kernels
@@ -175,7 +175,7 @@ class LayerCosts:
         norms = 2 * k.stream(5 * rows * d * size)
         mask = _MASK if self._dropout else 0
         residuals = 2 * k.stream(rows * d * (3 * size + (2 * size + mask if self._dropout else 0)))
-        activation = k.stream(n * ffn * size * (1 + 2 * s.ups))
+        activation = k.stream(n * ffn * size * (1 + 2 * s.ups), "activation")
         biases = k.stream(n * size * (2 * d / self.split.cut + q + 2 * kv + ffn)) if s.bias else 0.0
         rotary = k.stream(2 * n * (q + kv) * size) if not s.learned_positions else 0.0
         core, core_kernels = self._attention_backward()
@@ -227,7 +227,8 @@ class LayerCosts:
         waits = 2 * self.wait
         moved = exchange - waits
         hides = moved / 2 if self.split.sequence_parallel else moved
-        return waits + (moved - hides) + max(0.0, hides - _BESIDE * weight_grad)
+        shown = hides * (1 - self.kernels.hw.overlap)
+        return waits + (moved - hides) + max(shown, hides - _BESIDE * weight_grad)
 
     # --- the ends --------------------------------------------------------------------------------
 

@@ -184,13 +184,14 @@ class Estimator:
     @cached_property
     def exposed_reductions(self) -> Times:
         """What is left of them after a stage's last backward: buckets of earlier layers are
-        reduced while later ones are computed, the last one is not."""
+        reduced while later ones are computed, the last one is not; nor is what does not overlap."""
         whole = self.reductions
         if not self.machine.framework.overlap_dp:
             return whole
         _, input_grad, weight_grad = self._passes
         last = whole / (self._counts + 1)
-        return np.maximum(whole - input_grad - weight_grad, last)
+        shown = np.maximum(last, whole * (1 - self.k.hw.overlap))
+        return np.maximum(whole - input_grad - weight_grad, shown)
 
     @cached_property
     def tie_s(self) -> float:
@@ -214,13 +215,13 @@ class Estimator:
         shape, p = self.job.shape, self.job.parallel
         elements = shape.layers * shape.layer_elements(p.tp) + shape.embedding_elements(p.tp)
         share = elements / p.pp / (self.job.mesh.dp if p.zero1 else 1)
-        return self.k.stream(share * self.machine.framework.update_bytes)
+        return self.k.stream(share * self.machine.framework.update_bytes, "update")
 
     def _update_s(self, elements: float, forward: float) -> float:
         """Of so many parameters on a rank; a forward pass may hide the gather."""
         job, p = self.job, self.job.parallel
         share = elements / job.mesh.dp if p.zero1 else elements
-        found = self.k.stream(share * self.machine.framework.update_bytes)
+        found = self.k.stream(share * self.machine.framework.update_bytes, "update")
         if p.zero1:
             found += self._gather_s(elements, forward)
         ranks = job.mesh.world_size
@@ -234,7 +235,7 @@ class Estimator:
         if not self.machine.framework.overlap_gather:
             return whole
         first = whole / max(1, self.job.shape.layers // self.job.parallel.pp)
-        return max(first, whole - forward)
+        return max(first, whole - forward, whole * (1 - self.k.hw.overlap))
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class Estimator:
         """What the simulator takes: the device's time or the host's, whichever is longer."""
         forward, input_grad, weight_grad = self._passes
         reduce = tuple(self.exposed_reductions.tolist())
-        comm = 0.0 if self._blocking else self.message_s
+        comm = 0.0 if self._blocking else self.message_s - self._held_up
         return Costs(
             tuple(forward.tolist()),
             tuple(input_grad.tolist()),
@@ -255,6 +256,11 @@ class Estimator:
     @property
     def _blocking(self) -> bool:
         return self.machine.framework.blocking_p2p and self.job.parallel.pp > 1
+
+    @property
+    def _held_up(self) -> float:
+        """For how long a rank computes nothing because of a message that it sends."""
+        return self.message_s * (1.0 if self._blocking else 1 - self.k.hw.overlap)
 
     @cached_property
     def _counts(self) -> Times:
@@ -271,7 +277,7 @@ class Estimator:
     @cached_property
     def _passes(self) -> tuple[Times, Times, Times]:
         """F, I and W of every stage."""
-        wait = self.message_s if self._blocking else 0.0
+        wait = self._held_up
         forward = np.maximum(self._stages("forward"), self._stages("host_forward"))
         input_grad, weight_grad = self._stages("input_grad"), self._stages("weight_grad")
         back = input_grad + weight_grad

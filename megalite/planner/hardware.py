@@ -15,6 +15,8 @@ from megalite.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent / "hardware"
 _ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40"}
+_MAPPINGS = ("constants", "rates")
+_MAY_BE_ZERO = ("launch_s", "reserve_bytes", "overlap")
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
 """Rows and columns of a result that one processor makes at a time, as cuBLAS has them."""
 
@@ -38,7 +40,11 @@ class HardwareSpec:
         net_bytes_s, net_share, net_latency_s: of the network, a device.
         launch_s: the host's time for one kernel.
         reserve_bytes: what runtime and library take before anything is allocated.
+        gather_share: of an all-reduce's time, what a gather or a reduce-scatter takes.
+        overlap: of a collective or message that goes on beside computation, the part that costs
+            it nothing: 1 where links work by themselves, less where the processor copies.
         constants: of ``constants.Constants``, those that were measured here and hold instead.
+        rates: bytes a second of kinds of kernels that were measured apart (``Kernels.stream``).
     """
 
     name: str
@@ -57,7 +63,10 @@ class HardwareSpec:
     net_latency_s: float
     launch_s: float = 0.0
     reserve_bytes: float = 0.0
+    gather_share: float = 0.5
+    overlap: float = 1.0
     constants: tuple[tuple[str, float], ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
 
     def with_network(self, bytes_s: float) -> HardwareSpec:
         return replace(self, net_bytes_s=bytes_s)
@@ -117,7 +126,7 @@ def parse_hardware(found: Mapping[str, Any], path: Path) -> HardwareSpec:
     """
     values: dict[str, Any] = {"name": str(found.get("name", path.stem))}
     for field in fields(HardwareSpec):
-        if field.name in ("name", "constants"):
+        if field.name in ("name", *_MAPPINGS):
             continue
         entry = found.get(field.name)
         if entry is None and field.default is not MISSING:
@@ -133,11 +142,12 @@ def parse_hardware(found: Mapping[str, Any], path: Path) -> HardwareSpec:
                 f"{entry!r} is no number with its source",
                 "Write {value: NUMBER, source: TEXT}",
             )
-        if number < 0 or (number == 0 and field.name not in ("launch_s", "reserve_bytes")):
+        if number < 0 or (number == 0 and field.name not in _MAY_BE_ZERO):
             raise ConfigError(f"{path.name}: {field.name}", f"got {number}", "Use more than 0")
         whole = field.name in ("processors", "node_size")
         values[field.name] = int(number) if whole else float(number)
-    values["constants"] = tuple(
-        (name, float(entry["value"])) for name, entry in (found.get("constants") or {}).items()
-    )
+    for mapping in _MAPPINGS:
+        values[mapping] = tuple(
+            (name, float(entry["value"])) for name, entry in (found.get(mapping) or {}).items()
+        )
     return HardwareSpec(**values)

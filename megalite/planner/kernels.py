@@ -28,6 +28,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", {})
+        object.__setattr__(self, "_rates", dict(self.hw.rates))
 
     @property
     def flops_s(self) -> float:
@@ -68,9 +69,12 @@ class Kernels:
     def bytes_s(self) -> float:
         return self.hw.hbm_bytes_s * self.hw.hbm_share
 
-    def stream(self, num_bytes: float) -> float:
-        """A kernel that is bound by memory."""
-        return self.c.gap + num_bytes / (self.bytes_s * self.c.stream)
+    def stream(self, num_bytes: float, kind: str = "") -> float:
+        """A kernel that is bound by memory; ``kind`` names those that a machine may do at a rate
+        of their own: "activation" (on a CPU bound by its exponentials), "update"."""
+        rates: dict[str, float] = self._rates  # type: ignore[attr-defined]
+        rate = rates.get(kind) or self.bytes_s * self.c.stream
+        return self.c.gap + num_bytes / rate
 
     def flash(self, flops: float) -> float:
         return self.c.gap + flops / (self.flops_s * self.c.flash)
@@ -82,8 +86,8 @@ class Kernels:
         return self._ring(num_bytes, ranks, stride, 2.0)
 
     def all_gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Also a reduce-scatter: half an all-reduce."""
-        return self._ring(num_bytes, ranks, stride, 1.0)
+        """Also a reduce-scatter: half an all-reduce, where the links are all that counts."""
+        return self._ring(num_bytes, ranks, stride, 2.0 * self.hw.gather_share)
 
     def _ring(self, num_bytes: float, ranks: int, stride: int, trips: float) -> float:
         if ranks <= 1:

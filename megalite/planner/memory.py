@@ -107,6 +107,11 @@ class MemoryModel:
         wide = max(4, self.element_bytes)
         return n * (2 * self.element_bytes * s.hidden / self.split.cut + wide * rows)
 
+    def head_kept_for_w(self) -> float:
+        """Of the head, between I and W: the final norm's output, and the logits' gradient."""
+        s, n, size = self.shape, self.tokens, self.element_bytes
+        return n * size * (s.hidden / self.split.cut + s.rows(self.split.tp))
+
     def embedding_kept(self) -> float:
         return self.tokens * (16 + self._masks * self.shape.hidden / self.split.cut)
 
@@ -135,7 +140,9 @@ class MemoryModel:
         activation[0] += self.embedding_kept()
         activation[last] += self.head_kept()
         linear = min(self.kept_for_w(), self.kept("none"))
-        open_w = [min(len(r) * linear, a) for r, a in zip(layers, activation, strict=True)]
+        waiting = [len(r) * linear for r in layers]
+        waiting[last] += self.head_kept_for_w()
+        open_w = [min(w, a) for w, a in zip(waiting, activation, strict=True)]
         held = peaks(schedule, pp, microbatches, virtual_stages, tuple(activation), tuple(open_w))
         return [
             self._rank(r, held[r], [s for s in range(last + 1) if rank_of[s] == r], layers, pp)
@@ -158,10 +165,13 @@ class MemoryModel:
         if self.split.recompute != "none" and any(len(layers[i]) for i in stages):
             work = self.kept("none") - self.kept()
         if last_here:
-            wide = max(4, self.element_bytes)
-            work = max(work, (_LOGIT_WORK - 1) * wide * self.tokens * s.rows(tp))
+            logits = self.tokens * s.rows(tp)
+            copies = (_LOGIT_WORK - 1) * max(4, self.element_bytes)
+            each = self.element_bytes if self.framework.loss_in_place else copies
+            work = max(work, each * logits)
         message = self.tokens * s.hidden * self.element_bytes / self.split.cut
-        buffers = (4 * message if pp > 1 else 0.0) + (2 * message if tp > 1 else 0.0)
+        chunks = len(stages) if self.framework.stage_buffers else 1
+        buffers = (4 * chunks * message if pp > 1 else 0.0) + (2 * message if tp > 1 else 0.0)
         used = RankMemory(weights, gradients, optimizer, held, work, buffers)
         reserve = (self.framework.reserve - 1) * used.allocated + self.reserve_bytes
         return RankMemory(weights, gradients, optimizer, held, work, buffers, reserve)

@@ -116,6 +116,16 @@ def test_zero1_shares_only_the_optimizers_state() -> None:
     assert shared.state(1000) == (2000, 4000, 3000)
 
 
+def test_a_loss_in_place_has_no_further_copies_of_the_logits() -> None:
+    logits = 4 * 2048 * 51200 // 8
+    works = []
+    for framework in (MEGALITE, replace(MEGALITE, loss_in_place=False)):
+        ranked = replace(model("22B", "none"), framework=framework)
+        (rank,) = ranked.ranks("1f1b", 1, 1, 1, (0,), [range(48)])
+        works.append(rank.work)
+    assert works == [2 * logits, 2 * 4 * logits]
+
+
 def test_grouped_heads_and_gates_are_counted() -> None:
     llama = ModelShape(
         32, 4096, 32, 4096, 32000, kv_heads=8, ffn=14336, gated=True, tied=False, bias=False,

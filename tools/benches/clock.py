@@ -21,16 +21,17 @@ def time_in_turn(
     contestants: Mapping[str, Contestant],
     repetitions: int,
     before: Contestant = lambda: None,
+    warm: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds from a common start to this rank's end, by contestant and repetition.
 
     Each repetition runs every contestant once, beginning with another one each time; one more
-    goes before that is not counted. All ranks of ``world`` call this with the same names, and
-    each calls ``before`` ahead of every start.
+    goes before that is not counted, unless all are ``warm`` already. All ranks of ``world`` call
+    this with the same names, and each calls ``before`` ahead of every start.
     """
     names = list(contestants)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for repetition in range(-1, repetitions):
+    for repetition in range(0 if warm else -1, repetitions):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()

@@ -39,12 +39,15 @@ class Goal:
 
     ``at most``, and ``at least`` with a limit of 1 or less, are met by the medians alone: a tie is
     enough. ``at least`` with a higher one claims to be ahead, which overlapping ranges do not show.
+    ``within`` is for predictions: the ratio is off 1 by the limit at most, either way.
     """
 
-    bound: Literal["at most", "at least"]
+    bound: Literal["at most", "at least", "within"]
     limit: float
 
     def __str__(self) -> str:
+        if self.bound == "within":
+            return f"{1 - self.limit:g}-{1 + self.limit:g}"
         return f"{'<=' if self.bound == 'at most' else '>='} {self.limit:g}"
 
 
@@ -72,6 +75,8 @@ class Row:
         """``met``, ``missed``, or ``tie`` where ranges overlap and the goal is to be ahead."""
         if self.goal is None:
             return ""
+        if self.goal.bound == "within":
+            return "met" if abs(self.ratio - 1) <= self.goal.limit else "missed"
         if self.goal.bound == "at most":
             return "met" if self.ratio <= self.goal.limit else "missed"
         if self.ratio < self.goal.limit:

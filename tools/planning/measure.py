@@ -1,29 +1,31 @@
-"""``measure``: what this machine does, from a few kernels and collectives between two ranks."""
+"""``measure``: what this machine does, from a few kernels and collectives on two ranks at once."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import yaml
 
 from megalite.errors import ConfigError
-from megalite.mesh import Mesh, TorchTransport, local_device
+from megalite.mesh import Axis, Mesh, TorchTransport, local_device
 from megalite.mesh_shape import MeshShape
-from megalite.planner.kernels import FEW_RANKS
+from megalite.planner.constants import MEGALITE, Constants
+from megalite.planner.cost import LayerCosts, Split
+from megalite.planner.hardware import HardwareSpec
+from megalite.planner.kernels import FEW_RANKS, Kernels
 from tools.benches.ranks import run_ranks
+from tools.planning.bodies import TINY, Sizes, linears
+from tools.planning.models import shape_of
+from tools.planning.timing import LARGE_BYTES, Bench, Rates
 
-_REPEATS = 5
-_LEAST_S = 0.02  # a timed stretch is as long, at least
-_MB = 1 << 20
-Rates = dict[str, float]
+ROUNDS = 7
+_NORM_AND_SUM, _ACTIVATION, _LOGITS = 7 + 3, 2 + 3, 38 + 14
+"""How often the planner has each read or written: see ``cost.LayerCosts``; of logits, bytes."""
 
 
 def measure(target: Path) -> str:
@@ -32,18 +34,122 @@ def measure(target: Path) -> str:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    found, links = run_ranks(2, _time_all)[0]
-    content = describe(found, links)
+    found = mean(run_ranks(2, _time_all, ROUNDS))
+    write(describe(found), target)
+    lines = [f"{name:14s} {value:.4g}" for name, value in found.items()]
+    return "\n".join([*lines, f"written: {target}"])
+
+
+def write(content: dict[str, Any], target: Path) -> None:
     try:
         target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError("--out", f"{target}: {error.strerror}", "Name another file") from error
-    lines = [f"{name:14s} {value:.4g}" for name, value in {**found, **links}.items()]
-    return "\n".join([*lines, f"written: {target}"])
 
 
-def describe(found: Rates, links: Rates) -> dict[str, Any]:
-    """The hardware file of what was measured: rates in operations or bytes a second, seconds."""
+def _time_all(transport: TorchTransport, rounds: int) -> Rates:
+    """On one of two ranks. Cores are the ranks' own; an accelerator is the first one's alone."""
+    mesh = Mesh.create(MeshShape(dp=2), transport)
+    device = local_device(0)
+    bench = open_bench(mesh.dp, device)
+    for _ in range(rounds):
+        bench.round()
+    mesh.close()
+    return rates(bench, device)
+
+
+def open_bench(axis: Axis, device: torch.device) -> Bench:
+    on_cpu = str(device) == "cpu"
+    return Bench(axis, device, computes=on_cpu or axis.index == 0)
+
+
+def mean(ranks: Sequence[Rates]) -> Rates:
+    """Of the ranks that found something."""
+    known = [[r[name] for r in ranks if name in r] for name in ranks[0]]
+    return {name: sum(v) / len(v) for name, v in zip(ranks[0], known, strict=True)}
+
+
+def rates(bench: Bench, device: torch.device) -> Rates:
+    """Operations or bytes a second, seconds, and shares, from what a rank has timed."""
+    seconds = bench.medians()
+    found = links(seconds)
+    if bench.bodies:
+        on_cpu = str(device) == "cpu"
+        found |= kernels(seconds, bench.sizes, 4 if on_cpu else 2)
+        found["processors"] = 1.0 if on_cpu else _processors(device)
+        found["memory_bytes"] = _memory(device)
+        if not on_cpu:
+            found["gap"] = seconds["gap"]
+    return found
+
+
+def kernels(seconds: Rates, sizes: Sizes, element_bytes: int) -> Rates:
+    """Rates of products, attention, what stands between them, loss and update."""
+    hidden = sizes.rows * sizes.width * element_bytes
+    stream = _NORM_AND_SUM * hidden / seconds["stream"]
+    rate, ramp = _products(seconds, sizes, 2 * element_bytes / stream)
+    attention = 3.5 * 2.0 * sizes.rows * sizes.seq * sizes.width
+    logits = sizes.rows * sizes.vocab
+    product = 2.0 * logits * (sizes.width + ramp) / rate
+    loss = max(seconds["head"] - product, 0.0) * stream / (logits * _LOGITS)
+    return {
+        "gemm": rate,
+        "ramp_k": ramp,
+        "stream": stream,
+        "flash": attention / seconds["attention"] / rate,
+        "activation": _ACTIVATION * 4 * hidden / seconds["activation"],
+        "loss": max(loss, 0.1),
+        "update": sizes.update * MEGALITE.update_bytes / seconds["update"],
+        "gap": seconds["block"] / _num_gaps(),
+    }
+
+
+def _products(seconds: Rates, sizes: Sizes, sum_s: float) -> tuple[float, float]:
+    """The rate of long products, and how much longer than k a product takes: from a layer's
+    products and those of one half as wide. ``sum_s`` is of adding to an element of a gradient's
+    sum, which the planner counts apart."""
+
+    def work(width: int) -> tuple[float, float, float]:
+        elements = [(n * k, sizes.rows * (n + k) + n * k) for n, k in linears(width)]
+        weights, results = (float(sum(e)) for e in zip(*elements, strict=True))
+        return 6.0 * sizes.rows * weights, 2.0 * results, sum_s * weights
+
+    flops, results, sums = work(sizes.width)
+    few, short, few_sums = work(sizes.width // 2)
+    # Sums are never the larger part: a machine that pauses while they are timed says so.
+    spent = max(seconds["products"] - sums, seconds["products"] / 2)
+    share = max(seconds["short"] - few_sums, seconds["short"] / 2) / spent
+    ramp = (few - share * flops) / (share * results - short)
+    ramp = min(max(ramp, 0.0), 512.0)
+    return (flops + ramp * results) / spent, ramp
+
+
+def _num_gaps() -> float:
+    """Kernels that the planner counts in F, I and W of a block."""
+    endless = 1e30
+    hw = HardwareSpec("", 1, endless, 1, endless, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+    c = Constants(1, 0, 1, 1.0, 1, 1, 1, 1, 0)
+    passes = LayerCosts(shape_of(TINY), Split(), 1, Kernels(hw, c), MEGALITE).layer()
+    return passes.forward + passes.input_grad + passes.weight_grad
+
+
+def links(seconds: Rates) -> Rates:
+    """Latency and bandwidth of an all-reduce over two ranks; what a gather takes of its time, and
+    what either hides beside products."""
+    small, large = (max(seconds[f"reduce {size}"], 1e-6) for size in ("small", "large"))
+    gathers = sum(max(seconds[f"gather {size}"], 0.0) for size in ("small", "large"))
+    beside = sum(max(seconds[f"beside reduce {size}"], 0.0) for size in ("small", "large"))
+    return {
+        "latency": small,
+        "link": LARGE_BYTES / max(large - small, 1e-9),
+        "gather": min(max(gathers / (small + large), 0.25), 1.5),
+        "overlap": min(max(1 - beside / (small + large), 0.0), 1.0),
+        "ranks": float(max(2, os.cpu_count() or 2)),
+    }
+
+
+def describe(found: Rates) -> dict[str, Any]:
+    """The hardware file of what was measured."""
     source = f"tools/plan.py measure on {platform.node()} ({platform.machine()})"
 
     def entry(value: float, how: str = source) -> dict[str, Any]:
@@ -67,154 +173,28 @@ def describe(found: Rates, links: Rates) -> dict[str, Any]:
         "hbm_bytes_s": entry(found["stream"]),
         "hbm_share": entry(1.0, "the bandwidth above was measured"),
         "processors": entry(found["processors"]),
-        "node_size": entry(links["ranks"]),
-        "link_bytes_s": entry(links["link"] / (1 - FEW_RANKS / 2)),
+        "node_size": entry(found["ranks"]),
+        "link_bytes_s": entry(found["link"] / (1 - FEW_RANKS / 2)),
         "link_share": entry(1.0, "the bandwidth above was measured"),
-        "link_latency_s": entry(links["latency"] / (1 + 1 / 3)),
-        "net_bytes_s": entry(links["link"], "one machine: as inside it"),
+        "link_latency_s": entry(found["latency"] / (1 + 1 / 3)),
+        "net_bytes_s": entry(found["link"], "one machine: as inside it"),
         "net_share": entry(1.0, "the bandwidth above was measured"),
-        "net_latency_s": entry(links["latency"], "one machine: as inside it"),
+        "net_latency_s": entry(found["latency"], "one machine: as inside it"),
         "launch_s": entry(0.0 if on_cpu else found["gap"]),
         "reserve_bytes": entry(0.0, "not measured"),
+        "gather_share": entry(found["gather"]),
+        "overlap": entry(found["overlap"]),
         "constants": {name: entry(value) for name, value in constants.items()},
+        "rates": {name: entry(found[name]) for name in ("activation", "update")},
     }
-
-
-def _time_all(transport: TorchTransport) -> tuple[Rates, Rates]:
-    """On two ranks: kernels on the first while the other waits, then collectives on both."""
-    mesh = Mesh.create(MeshShape(dp=2), transport)
-    found = time_kernels(local_device(0)) if transport.rank == 0 else {}
-    return found, time_links(mesh)
-
-
-def time_kernels(device: torch.device) -> Rates:
-    """Rates of products, element-wise kernels, attention and loss on one device."""
-    on_cpu = not _is_accelerator(device)
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    n = 768 if on_cpu else 8192
-    rate, ramp = _products(n, device, dtype)
-    elements = (16 if on_cpu else 256) * _MB // 4
-    stream = _stream(elements, device, dtype)
-    return {
-        "gemm": rate,
-        "ramp_k": ramp,
-        "stream": stream,
-        "flash": _attention(device, dtype, 256 if on_cpu else 2048) / rate,
-        "loss": _loss(device, dtype, stream, 256 if on_cpu else 4096),
-        "gap": _gap(device, dtype),
-        "memory_bytes": _memory(device),
-        "processors": 1 if on_cpu else _processors(device),
-    }
-
-
-def _seconds(body: Callable[[], torch.Tensor]) -> float:
-    """Of one call, the median of several stretches; waits for the device at the ends."""
-
-    def stretch(times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times - 1):
-            body()
-        float(body().flatten()[0])
-        return time.perf_counter() - start
-
-    stretch(1)
-    times = max(1, math.ceil(_LEAST_S / max(stretch(1), 1e-7)))
-    found = sorted(stretch(times) / times for _ in range(_REPEATS))
-    return found[_REPEATS // 2]
-
-
-def _products(n: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """The rate of long products, and the k that a short one computes besides."""
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    rate = 2 * n**3 / _seconds(lambda: a @ b)
-    k = 64
-    short = _seconds(lambda: a[:, :k] @ b[:k])
-    return rate, min(max(rate * short / (2 * n * n) - k, 0.0), 512.0)
-
-
-def _stream(elements: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes a second of what stands between products: norms, activations and sums, equally."""
-    x = torch.randn(elements // 512, 512, device=device, dtype=dtype)
-    size = x.numel() * x.element_size()
-    times = (
-        _seconds(lambda: F.layer_norm(x, (512,))) / 2,
-        _seconds(lambda: F.gelu(x)) / 2,
-        _seconds(lambda: x + x) / 2,
-    )
-    return size / (sum(times) / len(times))
-
-
-def _attention(device: torch.device, dtype: torch.dtype, seq: int) -> float:
-    """Operations a second of a causal fused attention; half of the scores count."""
-    q = torch.randn(4, 4, seq, 64, device=device, dtype=dtype)
-    flops = 2.0 * 4 * 4 * seq * seq * 64
-    with torch.no_grad():
-        spent = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    return flops / spent
-
-
-def _loss(device: torch.device, dtype: torch.dtype, stream: float, rows: int) -> float:
-    """Passes over the logits of cross-entropy forward and backward, relative to the model's."""
-    logits = torch.randn(rows, 8192, device=device, dtype=torch.float32, requires_grad=True)
-    targets = torch.zeros(rows, device=device, dtype=torch.long)
-
-    def body() -> torch.Tensor:
-        logits.grad = None
-        loss = F.cross_entropy(logits, targets)
-        loss.backward()
-        return loss.detach()
-
-    counted = logits.numel() * (38 + 14)
-    return min(max(_seconds(body) * stream / counted, 0.1), 4.0)
-
-
-def _gap(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a kernel that does nothing to speak of."""
-    x = torch.zeros(8, device=device, dtype=dtype)
-    return _seconds(lambda: x + 1)
 
 
 def _memory(device: torch.device) -> float:
-    if not _is_accelerator(device):
+    if str(device) == "cpu":
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return float(torch.accelerator.get_memory_info(device)[1])
-
-
-def _is_accelerator(device: torch.device) -> bool:
-    """Whether it is more than the host: torch types an index that a CPU's device has not."""
-    return str(device) != "cpu"
 
 
 def _processors(device: torch.device) -> float:
     properties: Any = torch.get_device_module(device).get_device_properties(device)
     return float(properties.multi_processor_count)
-
-
-def time_links(mesh: Mesh) -> Rates:
-    """Latency of a small all-reduce, and bandwidth of a large one, between two ranks."""
-    axis = mesh.dp
-    small = torch.zeros(64, device=mesh.device)
-    large = torch.zeros(4 * _MB, device=mesh.device)
-
-    def reduce(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def body() -> torch.Tensor:
-            axis.all_reduce(x).wait()
-            return x
-
-        return body
-
-    latency, whole = _fixed(reduce(small), 50), _fixed(reduce(large), 5)
-    bandwidth = large.numel() * 4 / max(whole - latency, 1e-9)
-    return {"latency": latency, "link": bandwidth, "ranks": float(max(2, os.cpu_count() or 2))}
-
-
-def _fixed(body: Callable[[], torch.Tensor], times: int) -> float:
-    """As ``_seconds``, with as many calls on every rank."""
-    found = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        for _ in range(times - 1):
-            body()
-        float(body().flatten()[0])
-        found.append((time.perf_counter() - start) / times)
-    return sorted(found[1:])[_REPEATS // 2]
