@@ -17,9 +17,9 @@ from megalite.parallel_config import ParallelConfig
 from megalite.pipeline.executor import Batch, Executor
 from megalite.pipeline.p2p import Channels
 from megalite.pipeline.stage import Stage
+from megalite.planner.candidates import Request
 from megalite.planner.estimate import Estimate, Estimator, Job, Machine
 from megalite.planner.pipeline import lowered
-from megalite.planner.candidates import Request
 from megalite.planner.search import rank
 from model.config import GPTConfig
 from tools.benches.clock import Contestant, slowest, time_in_turn
