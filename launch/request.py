@@ -1,11 +1,16 @@
-"""A request to a running job for another layout, and the job's answer: two files in its run.dir."""
+"""A request to a running job for another layout, and the job's answer: files in its run.dir.
+
+A request survives the job's restarts. It is renamed when it is taken, and removed once it is
+refused or a checkpoint has the new layout: one that a failure cut off, or took back, is found at
+the next start and taken once more. Cut off a second time it is dropped, for it may be the cause.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,9 @@ from typing import Any
 from data.files import write_whole
 
 REQUEST, ANSWER = "reconfigure.request.json", "reconfigure.answer.json"
+TAKEN, AGAIN = "reconfigure.taken.json", "reconfigure.again.json"
+KEPT_S = 600.0
+"""A request older than this at a start of the job is dropped: whoever made it has given up."""
 _POLL_S = 0.1
 
 
@@ -57,26 +65,53 @@ def wait_for_answer(run_dir: Path, request: Request, wait_s: float) -> Answer | 
 class Mailbox:
     """The job's end; only one rank has one that is open.
 
-    A request from before the job began is thrown away: nobody waits for it any more.
+    Args:
+        has: whether the job is in a layout with these fields already.
+    Attributes:
+        dropped: what is said of requests that were found at the start and are not carried out.
     """
 
-    def __init__(self, run_dir: Path, is_open: bool) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        is_open: bool,
+        has: Callable[[Mapping[str, str]], bool] = lambda values: False,
+    ) -> None:
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
-        self._open = is_open
+        self._taken, self._again = run_dir / TAKEN, run_dir / AGAIN
+        self._open, self._left = is_open, False
+        self.dropped: list[str] = []
         if is_open:
-            self._request.unlink(missing_ok=True)
+            for path in (self._taken, self._again):
+                request = parse(json.dumps(_read(path)))
+                if request and has(request.values):
+                    self.answer(request, True, "the job was restarted in this layout")
+                    path.unlink(missing_ok=True)
+            self._drop(self._again, "was cut off twice by failures of the job")
+            for path in (self._taken, self._request):
+                with suppress(OSError):
+                    if time.time() - path.stat().st_mtime > KEPT_S:
+                        self._drop(path, f"was older than {KEPT_S:g} s when the job started")
+            self._left = self._taken.exists()
 
     def is_full(self) -> bool:
         """Whether there is a request; one look at the directory."""
-        return self._open and self._request.exists()
+        return self._open and (self._left or self._request.exists())
 
     def take(self) -> str:
-        """The request as text for ``parse``, empty if there is none; it is gone then."""
+        """The request as text for ``parse``, empty if there is none."""
         if not self._open:
             return ""
-        found = _read(self._request)
-        self._request.unlink(missing_ok=True)
-        return json.dumps(found) if found else ""
+        source, target = (self._request, self._taken)
+        if self._left:
+            self._left, source, target = False, self._taken, self._again
+        with suppress(OSError):
+            source.rename(target)
+            text = json.dumps(_read(target))
+            if parse(text):
+                return text
+            target.unlink()
+        return ""
 
     def answer(self, request: Request, done: bool, text: str) -> None:
         """Tell who asked. A full disk only costs the answer."""
@@ -84,12 +119,30 @@ class Mailbox:
             document = {"id": request.id, "done": done, "text": text}
             with suppress(OSError):
                 write_whole(self._answer, json.dumps(document).encode())
+            if not done:
+                self.settle()
+
+    def settle(self) -> None:
+        """What was taken is not to be taken again."""
+        if self._open:
+            for path in (self._taken, self._again):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """The run ends: what was not read yet is answered."""
         if self.is_full() and (request := parse(self.take())):
             self.answer(request, False, "the run has ended")
+        self.settle()
         self._open = False
+
+    def _drop(self, path: Path, why: str) -> None:
+        if not path.exists():
+            return
+        if request := parse(json.dumps(_read(path))):
+            values = ", ".join(f"{name}={value}" for name, value in request.values.items())
+            self.dropped.append(f"a request for {values} {why}: it is dropped")
+            self.answer(request, False, self.dropped[-1])
+        path.unlink(missing_ok=True)
 
 
 def parse(text: str) -> Request | None:
