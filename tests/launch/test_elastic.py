@@ -97,9 +97,10 @@ def test_a_crash_that_comes_again_and_again_ends_with_the_first_error(tmp_path: 
 
 
 WAITS = """
-import sys, time
+import multiprocessing, sys, time
 sys.path[0] = "."
 from launch.launcher import Requests
+queue = multiprocessing.get_context("forkserver").SimpleQueue()  # as torch's agent has
 found = Requests()
 print("ready", flush=True)
 while not found.asked:
@@ -110,9 +111,8 @@ time.sleep(60)
 
 
 def test_a_second_term_ends_at_once_and_the_first_asks() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITS], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", WAITS], cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR1)
@@ -124,4 +124,5 @@ def test_a_second_term_ends_at_once_and_the_first_asks() -> None:
         assert process.wait(10) == 1
     finally:
         process.kill()
-        process.communicate()
+        said = process.communicate()[1]
+    assert said == "elastic: asked a second time: ended without a checkpoint\n"
