@@ -137,7 +137,9 @@ class Agent(LocalElasticAgent):
             self.first_failure, self.repeats = failure, 1
         self._best_step = max(step, self._best_step)
         most = SAME_KILLS if failure.code == -signal.SIGKILL else SAME_FAILURES
-        if failure.code == BAD_INPUT or self.repeats >= most:
+        # In a stop it is an error of the save: a job started anew would end as if it were saved.
+        stops = failure.code == 1 and (self.asked or self._meeting.plan.exits)
+        if failure.code == BAD_INPUT or stops or self.repeats >= most:
             self._remaining_restarts = 0
         self._meeting.why = failure.said
         print(f"elastic: {failure.said}", file=sys.stderr, flush=True)

@@ -77,7 +77,7 @@ def test_training_goes_on_without_its_disk_and_the_last_checkpoint_stays_good(
         until(lambda: len(told(job, "save_failed")) >= 3, job, 60)
         why = "No space left on device" if fault == "full" else "Read-only file system"
         assert all(why in event["problem"] for event in told(job, "save_failed"))
-        assert len(job.lines()) >= before[0] + 15, "steps go on"
+        assert len(job.lines()) >= before[0] + 10, "steps go on"
         assert good(job) == before
         # Asked to stop, it cannot save: it says so and does not claim a checkpoint.
         os.kill(host.launcher(), signal.SIGUSR1)
