@@ -95,6 +95,11 @@ def layouts(job: Job) -> list[str]:
     return [b for a, b in zip(["", *found], found, strict=False) if a != b]
 
 
+def goes_on(job: Job, count: int) -> bool:
+    """Whether the job has come to its ``count``-th layout, and to a checkpoint in it."""
+    return len(layouts(job)) == count and len(set(job.layouts()[-12:])) == 1
+
+
 def stop_by(one: Host, all_hosts: list[Host], job: Job) -> None:
     """Ask one host to stop; all do."""
     os.kill(one.launcher(), signal.SIGUSR1)
@@ -157,11 +162,11 @@ def test_four_hosts_become_three_and_two_and_four_again(
         until(lambda: len(read_lines(job.run_dir / "metrics.jsonl")) > 10, job, 60)
         for number, lost in enumerate((3, 2), 2):
             lose(lost, four[lost])
-            took = until(lambda n=number: len(layouts(job)) == n, job, 60)  # type: ignore[misc]
-            print(f"{nodes[number - 1]} hosts go on {took:.1f} s after another was lost")
+            took = until(lambda n=number: goes_on(job, n), job, 60)  # type: ignore[misc]
+            print(f"{nodes[number - 1]} hosts have a checkpoint {took:.1f} s after a loss")
         for number, back in enumerate((3, 2), 4):
             take_back(back, four[back], job)
-            until(lambda n=number: len(layouts(job)) == n, job, 60)  # type: ignore[misc]
+            until(lambda n=number: goes_on(job, n), job, 60)  # type: ignore[misc]
         stop_by(four[1], four, job)
     assert layouts(job) == [f"{sizes[n]}, 1f1b" for n in nodes]
     starts = [e for e in read_lines(job.run_dir / "events.jsonl") if e["event"] == "start"]
