@@ -83,8 +83,20 @@ class Agent(LocalElasticAgent):
         self._control.ask_stop(False)
         if self.asked:  # looked at last: a signal may come at any moment
             self._control.ask_stop()
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return self._forked(worker_group, SAME_FAILURES - 1)
+
+    def _forked(self, worker_group: WorkerGroup, tries: int) -> dict[int, Any]:
+        """Start the workers, also where the server is killed while it forks them: those that it
+        has forked die with it, and the next try starts another one."""
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        except (EOFError, ConnectionError) as error:
+            if not tries:
+                raise
+            said = f"elastic: the process that forks workers is gone: {error!r}"
+            print(said, file=sys.stderr, flush=True)
+        return self._forked(worker_group, tries - 1)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         # They have nothing to tidy up, and a stopped one would not even die of TERM.

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> NoReturn:
             code, text = _launch(argv, folder)
         except ConfigError as error:
             code, text = 2, str(error)
+        except Exception:
+            code, text = 1, traceback.format_exc()
         except SystemExit as end:  # of the parser, which has said why
             code, text = end.code if isinstance(end.code, int) else 1, ""
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
