@@ -118,8 +118,11 @@ class Job:
             pages = [*(self.folder / f"tmp_{host.name}").glob("megalite_*/control")]
             if not pages:
                 return [0.0]
-            newest = max(pages, key=lambda path: path.stat().st_ctime)
-            found += Control.of_launcher(newest).times
+            newest = max(pages, key=born)
+            try:
+                found += Control.of_launcher(newest).times
+            except (OSError, ValueError):  # being removed, or just being made
+                return [0.0]
         return found
 
     def wait_for_steps(self, since: float, limit_s: float = 60) -> float:
@@ -160,6 +163,13 @@ class Job:
                 saved = event["step"]
             elif event["event"] == "start":
                 yield saved, event["step"]
+
+
+def born(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
 
 
 def until(done: Callable[[], bool], job: Job, limit_s: float) -> float:
