@@ -107,14 +107,14 @@ class Rain:
             # Only rank 0 commits; what it does between two steps of that is over in no time.
             first = workers[:1] if aim is Phase.WRITTEN else workers
             pids = victims(host, target, first, rng)
+            whole = target in ("agent", "host")
+            doomed = family(host.pid()) if whole else family(host.forkserver())[1:]
             missed = time.monotonic() > give_up
             if pids and (missed or self._comes(aim, workers)):
                 break
             assert not job.supervise(), "the job is over"
             assert time.monotonic() < give_up + 30, job.logs()
             time.sleep(0.0003)
-        whole = target in ("agent", "host")
-        doomed = family(host.pid()) if whole else family(host.forkserver())[1:]
         struck = time.time()
         for pid in pids:
             kill(pid)
