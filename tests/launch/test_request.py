@@ -71,6 +71,35 @@ def test_a_request_that_was_met_or_refused_is_not_taken_again(tmp_path: Path) ->
         assert answer is not None and answer.done == (end != "refused")
 
 
+def test_a_save_before_a_request_is_taken_again_does_not_lose_it(tmp_path: Path) -> None:
+    request = ask(tmp_path, {"tp": "2"})
+    Mailbox(tmp_path, True).take()
+    box = Mailbox(tmp_path, True)
+    box.settle()  # of a step that came before the request was looked at
+    assert box.is_full() and parse(box.take()) == request
+
+
+def test_one_request_does_not_touch_another(tmp_path: Path) -> None:
+    first = ask(tmp_path, {"tp": "2"})
+    Mailbox(tmp_path, True).take()
+    box = Mailbox(tmp_path, True)
+    assert parse(box.take()) == first  # again
+    second = ask(tmp_path, {"pp": "2"})
+    assert parse(box.take()) == second
+    box = Mailbox(tmp_path, True)  # both were cut off: the first twice
+    assert len(box.dropped) == 1 and "tp=2" in box.dropped[0]
+    assert parse(box.take()) == second and not box.is_full()
+
+
+def test_requests_before_one_that_the_job_has_are_not_made_again(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path, True)
+    for values in ({"tp": "2"}, {"tp": "1"}):
+        ask(tmp_path, values)
+        box.take()
+    assert Mailbox(tmp_path, True, {"tp": "2"}.__eq__).is_full(), "the second is still to come"
+    assert not Mailbox(tmp_path, True, {"tp": "1"}.__eq__).is_full()
+
+
 def test_a_request_of_long_ago_is_dropped_and_only_one_rank_reads(tmp_path: Path) -> None:
     request = ask(tmp_path, {"tp": "2"})
     other = Mailbox(tmp_path, False)
