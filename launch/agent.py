@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch.meeting import Ended, Meeting
+from launch.world import WHY
 from megalite.resilience.stop import Control
 
 BAD_INPUT, STOPPED = 2, 75
@@ -38,6 +39,12 @@ class Failure:
     text: str
     kind: str
     """The same for two failures of one cause."""
+
+    @property
+    def said(self) -> str:
+        """In a line: whose failure, and the last line of its error."""
+        first, *rest = self.text.strip().splitlines()
+        return f"{first}: {rest[-1].strip()}" if rest else first
 
 
 class Agent(LocalElasticAgent):
@@ -70,13 +77,26 @@ class Agent(LocalElasticAgent):
         return [Worker(n, first + n, first + n, size, size) for n in range(spec.local_world_size)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        limits = self._meeting.place.limits
+        limits, env = self._meeting.place.limits, worker_group.spec.args[2]
+        env[WHY] = self._meeting.joined.why
         self._control.begin(self._meeting.joined.round, limits.min_nodes < limits.max_nodes)
         self._control.ask_stop(False)
         if self.asked:  # looked at last: a signal may come at any moment
             self._control.ask_stop()
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return self._forked(worker_group, SAME_FAILURES - 1)
+
+    def _forked(self, worker_group: WorkerGroup, tries: int) -> dict[int, Any]:
+        """Start the workers, also where the server is killed while it forks them: those that it
+        has forked die with it, and the next try starts another one."""
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        except (EOFError, ConnectionError) as error:
+            if not tries:
+                raise
+            said = f"elastic: the process that forks workers is gone: {error!r}"
+            print(said, file=sys.stderr, flush=True)
+        return self._forked(worker_group, tries - 1)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         # They have nothing to tidy up, and a stopped one would not even die of TERM.
@@ -129,9 +149,12 @@ class Agent(LocalElasticAgent):
             self.first_failure, self.repeats = failure, 1
         self._best_step = max(step, self._best_step)
         most = SAME_KILLS if failure.code == -signal.SIGKILL else SAME_FAILURES
-        if failure.code == BAD_INPUT or self.repeats >= most:
+        # In a stop it is an error of the save: a job started anew would end as if it were saved.
+        stops = failure.code == 1 and (self.asked or self._meeting.plan.exits)
+        if failure.code == BAD_INPUT or stops or self.repeats >= most:
             self._remaining_restarts = 0
-        print(f"elastic: {failure.text.splitlines()[0]}", file=sys.stderr, flush=True)
+        self._meeting.why = failure.said
+        print(f"elastic: {failure.said}", file=sys.stderr, flush=True)
         return RunResult(WorkerState.FAILED, failures=failures)
 
 

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch.config import check, load_config
 from launch.forked import FORKS_FOR, LAUNCHER, work
+from launch.scratch import scratch
 from megalite.errors import ConfigError
 from megalite.resilience.stop import VARIABLE, Control
 
@@ -33,14 +36,14 @@ _SAME_TERM_S = 0.2
 
 def main(argv: list[str]) -> NoReturn:
     """Ends the process with the exit code of the job."""
-    # The path of the forkserver's socket, which lies in it, must stay under 108 bytes.
-    long = len(os.fsencode(tempfile.gettempdir())) > 48
-    with tempfile.TemporaryDirectory(prefix="megalite_", dir="/tmp" if long else None) as folder:
-        tempfile.tempdir = folder  # of multiprocessing's socket, which would stay behind
+    with scratch() as folder:
+        tempfile.tempdir = str(folder)  # of multiprocessing's socket, which would stay behind
         try:
-            code, text = _launch(argv, Path(folder))
+            code, text = _launch(argv, folder)
         except ConfigError as error:
             code, text = 2, str(error)
+        except Exception:
+            code, text = 1, traceback.format_exc()
         except SystemExit as end:  # of the parser, which has said why
             code, text = end.code if isinstance(end.code, int) else 1, ""
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
@@ -132,6 +135,16 @@ def _check_run(args: Namespace, num_workers: int, limits: Limits) -> None:
     check(load_config(args.training_script_args), num_workers * limits.max_nodes)
 
 
+def _let_go(patience_s: float = 1.0) -> None:
+    """Give back the semaphores of torch's queues, which else are reported as lost.
+
+    What the signal has interrupted may hold locks that this needs, so it is not waited for long.
+    """
+    thread = threading.Thread(target=multiprocessing.util._run_finalizers, daemon=True)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join(patience_s)
+
+
 class Requests:
     """What signals ask for: TERM, USR1 and INT to save and end, a second TERM or INT to end now."""
 
@@ -155,5 +168,6 @@ class Requests:
             now = time.monotonic()
             if self._term_at is not None and now - self._term_at > _SAME_TERM_S:
                 os.write(2, b"elastic: asked a second time: ended without a checkpoint\n")
+                _let_go()
                 os._exit(1)  # the kernel ends the forkserver and its workers
             self._term_at = self._term_at or now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from megalite.config import load
@@ -33,9 +34,14 @@ def changed(parallel: ParallelConfig, values: Mapping[str, str]) -> ParallelConf
         raise ConfigError(
             FIELD, "one change of layout cannot name others", "Give each its own step"
         )
-    flags = [f"--parallel.{name}={value}" for name, value in values.items()]
-    read = load(_Section, None, flags).parallel
+    read = _parsed(tuple(values.items()))
     return replace(parallel, **{name: getattr(read, name) for name in values})
+
+
+@lru_cache(maxsize=1000)  # milliseconds each, and a long list comes back to the same layouts
+def _parsed(values: tuple[tuple[str, str], ...]) -> ParallelConfig:
+    flags = [f"--parallel.{name}={value}" for name, value in values]
+    return load(_Section, None, flags).parallel
 
 
 def changes_of(parallel: ParallelConfig) -> dict[int, dict[str, str]]:

@@ -40,7 +40,8 @@ class Plan:
 
     ``regroup``: "hard": the round is broken, stop at once and arrive anew; "soft": a node waits to
     be let in, save and arrive anew. ``exits``: somebody was asked to stop the job. ``ended``: exit
-    code and last words of a job that is over.
+    code and last words of a job that is over. ``why``: what ended the round before; empty for the
+    first.
     """
 
     round: int = 0
@@ -48,6 +49,7 @@ class Plan:
     regroup: str = ""
     exits: bool = False
     ended: tuple[int, str] | None = None
+    why: str = ""
 
     @property
     def world_size(self) -> int:
@@ -71,13 +73,14 @@ class Plan:
 @dataclass
 class Node:
     """What the leader knows of one. ``name``: a node that starts anew has the same, and replaces
-    what it was; ``order`` decides its ranks."""
+    what it was; ``order`` decides its ranks. ``why``: the failure after which it has arrived."""
 
     slot: int
     name: str
     order: int
     num_workers: int
     heard: float
+    why: str = ""
     beat: str = ""
     stops: bool = False
     left: tuple[int, str] | None = None
@@ -99,7 +102,9 @@ class Leader:
         return [node.slot for node in self._nodes.values() if node.left is None]
 
     def arrive(self, slot: int, told: dict[str, Any], now: float) -> None:
-        node = Node(slot, told["name"], told["order"], told["num_workers"], now)
+        node = Node(
+            slot, told["name"], told["order"], told["num_workers"], now, told.get("why", "")
+        )
         self._nodes[node.name] = node
 
     def hear(self, slot: int, beat: str, now: float) -> None:
@@ -141,7 +146,7 @@ class Leader:
             if self._may_begin(len(waiting), now):
                 return self._form(waiting, exits)
             ended = self._gave_up(len(waiting), now)
-        return Plan(plan.round, plan.members, regroup, exits, ended)
+        return Plan(plan.round, plan.members, regroup, exits, ended, plan.why)
 
     def _ended(self, slots: set[int], inside: list[Node], exits: bool) -> tuple[int, str] | None:
         """Whether a node left with a failure, or all that trained have left."""
@@ -179,4 +184,16 @@ class Leader:
         for node in sorted(waiting, key=lambda n: (n.order, n.slot))[: self.limits.max_nodes]:
             members.append(Member(node.slot, rank, node.num_workers))
             rank += node.num_workers
-        return Plan(self.plan.round + 1, tuple(members), exits=exits)
+        why = self._why(waiting, len(members) - len(self.plan.members))
+        return Plan(self.plan.round + 1, tuple(members), exits=exits, why=why)
+
+    def _why(self, nodes: list[Node], more: int) -> str:
+        """What ended the round before, given how many nodes there are more than then."""
+        if not self.plan.round:
+            return ""
+        if failure := next((node.why for node in nodes if node.why), ""):
+            return failure
+        if more == 0:
+            return "the launcher of a node was started anew"
+        what = "was lost" if more < 0 else "has joined"
+        return f"a node {what}" if abs(more) == 1 else f"{abs(more)} nodes: each {what}"

@@ -55,9 +55,13 @@ class Meeting(RendezvousHandler):
     """A node's part in the rounds of a job. Raises ``Ended`` where a round is waited for in vain.
 
     ``stops``: whether this node was asked to stop the job.
+
+    Attributes:
+        why: the failure of this node's workers after which it arrives anew; empty: there was none.
     """
 
     def __init__(self, place: Place, stops: Callable[[], bool] = lambda: False) -> None:
+        self.why = ""
         self._place, self._stops = place, stops
         self._joined = Plan()
         self._slot: int | None = -1
@@ -111,7 +115,8 @@ class Meeting(RendezvousHandler):
         if self._line.silent_s > limits.lost_s:
             self._line.hang_up()
             self._line = self._call()
-        self._line.arrive()
+        self._line.arrive(self.why)
+        self.why = ""
         began = time.monotonic()
         while True:
             line, plan, slot = self._line, self._line.plan, self._line.slot
@@ -182,6 +187,7 @@ class _Line(threading.Thread):
         self._poke = threading.Event()
         self._arrives = self._trains = self._closed = False
         self._left: tuple[int, str] | None = None
+        self._why = ""
         self._beats, self._heard = 0, time.monotonic()
         self.plan = Plan()
         self.slot: int | None = None
@@ -192,8 +198,9 @@ class _Line(threading.Thread):
     def silent_s(self) -> float:
         return time.monotonic() - self._heard
 
-    def arrive(self) -> None:
+    def arrive(self, why: str) -> None:
         """Wait for a round, in a slot of its own."""
+        self._why = why
         self.slot, self._trains, self._arrives = None, False, True
         self._poke.set()
 
@@ -241,6 +248,7 @@ class _Line(threading.Thread):
     def _register(self, store: Store) -> int:
         slot = int(store.add("slots", 1))
         told = {name: getattr(self._place, name) for name in ("name", "order", "num_workers")}
+        told["why"] = self._why
         store.set(f"beat/{slot}", self._beat())
         store.set(f"node/{slot}", json.dumps(told))
         return slot

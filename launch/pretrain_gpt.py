@@ -82,12 +82,12 @@ def run(
     cfg: Config, mesh: Mesh, train_data: Mixture, held_out: list[TokenDataset], tokenizer: Tokenizer
 ) -> None:
     """The whole run, a phase for each layout that it has."""
+    watching = Watching(cfg.run.watchdog_s, mesh.device)
     found = find_checkpoint(cfg, mesh, Path(cfg.run.dir, "checkpoints"), share_text(mesh))
     layouts = Layouts(cfg, found, mesh)
     asked, cfg, mesh = cfg, *layouts.first(cfg, mesh)
     cfg, plan, profile = resolve(cfg, mesh)
-    share, watching = share_text(mesh), Watching(cfg.run.watchdog_s, mesh.device)
-    place = watching.place
+    share, place = share_text(mesh), watching.place
     watching.start(cfg, mesh, plan, share)
     training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod, place=place)
     position = restore(training, found, share) if found else Position()
@@ -95,6 +95,9 @@ def run(
     shown = asked if layouts.live else cfg
     recorder = Recorder(shown, training, position, train_data, share)
     with watching, recorder, layouts:
+        for text in layouts.mailbox.dropped:
+            recorder.event("request_dropped", step=position.step, text=text)
+            recorder.say(text)
         if found:
             recorder.event("restore", step=position.step, path=str(found.path))
             recorder.say(f"going on from {found.path}")
@@ -130,10 +133,19 @@ def train(
         "dp_size": mesh.dp.size,
     }
     loader = TokenLoader(train_data, seed=cfg.train.seed, **batches)
+
+    def look(step: int) -> None:
+        place.at(Phase.EVALUATION)
+        limit = cfg.train.eval_batches
+        loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
+        recorder.evaluation(step, *evaluate(training, loaders))
+
     with loader, TraceFiles(training) as traces:
         recorder.say(describe(training))
         if profile:
             recorder.say(profile.profile())
+        if recorder.owes_evaluation():
+            look(done)
         recorder.resume_clock()
         for step in range(done + 1, last + 1):
             training.request = layouts.mailbox.is_full()
@@ -144,17 +156,16 @@ def train(
             if profile and step == min(done + TIMED_STEPS, last):
                 recorder.say(profile.compare(stage_times(training)))
             stops = recorder.stop_asked and step < last
-            # Before the save, so that no restart leaves one out. A stop has no time for it.
+            # Before the save, so that no restart leaves one out. A stop has no time for it, so that
+            # the run makes it when it is taken up.
             if is_due(step, cfg.train.eval_every, last) and not stops:
-                place.at(Phase.EVALUATION)
-                limit = cfg.train.eval_batches
-                loaders = [EvalLoader(d, max_batches=limit, **batches) for d in held_out]
-                recorder.evaluation(step, *evaluate(training, loaders))
+                look(step)
             saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at or stops
             if saves:
                 place.at(Phase.SAVE)
                 save_state(training, recorder.position(), saver, layouts.live)
-            recorder.saves(saver.finished())
+            recorder.saves(ended := saver.finished())
+            layouts.saved(ended)
             if stops:
                 break
             wanted = layouts.due(step, recorder, share) if step < last else None

@@ -11,7 +11,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,13 +27,15 @@ from launch.record import Recorder
 from launch.recording import recorded
 from launch.request import Mailbox, Request, parse
 from launch.state import Share, save_state
-from megalite.checkpoint.background import Saver
+from megalite.checkpoint.background import Saved, Saver
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import together
 from megalite.checkpoint.reshard import Inventory, Links, Resharding, buffers_of, inventory, reshard
+from megalite.data_parallel.bucket import FlatParameters
 from megalite.errors import CheckpointError, ConfigError, ScheduleError
 from megalite.mesh import Mesh
 from megalite.mesh_shape import MeshShape
+from megalite.optim.adamw import Buffers
 from megalite.parallel_config import ParallelConfig, mesh_shape
 from megalite.place import Phase
 from megalite.schedule.action import Plan
@@ -56,13 +58,13 @@ class Layouts:
         gives way to the one that is asked for."""
         self.asked = self.now = cfg.parallel
         self.live: dict[str, Any] | None = None
-        self.mailbox = Mailbox(Path(cfg.run.dir), mesh.rank == 0)
         self._scheduled = changes_of(cfg.parallel)
         if found:
             stored = found.extra.get("live")
             wanted = layout_at(self.asked, found.step, stored)
             if not layout_problems(replace(cfg, parallel=wanted), mesh.shape.world_size):
                 self.go_on(wanted)
+        self.mailbox = Mailbox(Path(cfg.run.dir), mesh.rank == 0, self._has)
 
     def first(self, cfg: Config, mesh: Mesh) -> tuple[Config, Mesh]:
         """The configuration and the mesh of the first layout, given those that are asked for."""
@@ -76,8 +78,9 @@ class Layouts:
     def __enter__(self) -> Layouts:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.mailbox.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else a restart may carry out what was asked for
+            self.mailbox.close()
 
     def go_on(self, parallel: ParallelConfig) -> None:
         """From here on the run has this layout."""
@@ -94,6 +97,17 @@ class Layouts:
         recorder.requested = False
         request = parse(share(self.mailbox.take())[0])
         return Wanted(request.values, request) if request else None
+
+    def saved(self, ended: Sequence[Saved]) -> None:
+        """Saves that have ended in the layout of now: with one that is good a request is done."""
+        if any(saved.error is None for saved in ended):
+            self.mailbox.settle()
+
+    def _has(self, values: Mapping[str, str]) -> bool:
+        try:
+            return changed(self.now, values) == self.now
+        except ConfigError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -134,15 +148,21 @@ class Change:
         planned = self._estimate(links, training, recorder)
         begin = time.perf_counter()
         state, held = buffers_of(training.flat, training.optimizer), training.flat
+
+        def fill(flat: FlatParameters) -> Buffers:
+            training.place.at(Phase.MOVE)
+            return reshard(self.moves, links, held, state, flat)
+
         new = build(
             self.cfg,
             self.mesh,
             self.plan,
             timed=self.profile is not None,
             eod=eod,
-            fill=lambda flat: reshard(self.moves, links, held, state, flat),
+            fill=fill,
             place=training.place,
         )
+        training.place.at(Phase.CHANGED)
         new.optimizer.set_num_steps(position.updates)
         if new.loss_scale and training.loss_scale:
             new.loss_scale.restore(training.loss_scale.state())
@@ -196,8 +216,10 @@ def prepare(
     answer is no, says why.
     """
     share = share_text(training.mesh)
+    training.place.at(Phase.CHANGE)
     try:
         change = _agree(wanted, training, layouts, share)
+        training.place.at(Phase.SAVE)
         if not saves:
             save_state(training, recorder.position(), saver, layouts.live)
         saver.wait()

@@ -18,6 +18,7 @@ from launch.progress import Progress
 from launch.run_dir import write_run_dir, write_schedule
 from launch.state import Position, Share
 from launch.tracking import Tracker
+from launch.world import why_started
 from megalite.checkpoint.background import Saved
 from megalite.errors import CheckpointError
 from megalite.metrics import (
@@ -28,6 +29,7 @@ from megalite.metrics import (
     Reading,
     RunLock,
     StepRecord,
+    read_lines,
 )
 from megalite.optim.clip import StepTotals, Told
 from megalite.resilience.bad_steps import BadSteps, Where
@@ -70,7 +72,7 @@ class Recorder:
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
         self.follow(training, share)
-        self.event("start", step=position.step, **self.where)
+        self.event("start", step=position.step, why=why_started(), **self.where)
 
     def follow(self, training: Training, share: Share) -> None:
         """From here on the run's layout is that of ``training``."""
@@ -108,6 +110,16 @@ class Recorder:
         if self._files:
             self._files[0].sync()
         return self._position
+
+    def owes_evaluation(self) -> bool:
+        """Whether one was due after the step from which the run goes on, and was left out, as by a
+        stop, which has no time for it; collective, the same on all ranks."""
+        step, every = self._position.step, self.cfg.train.eval_every
+        if not step or not every or step % every:
+            return False
+        path = Path(self.cfg.run.dir, "eval.jsonl")
+        made = self._files is not None and any(e["step"] == step for e in read_lines(path)[-1:])
+        return self._share("made" if made else "")[0] == ""
 
     def evaluation(self, step: int, val_loss: float, bytes_per_token: float) -> None:
         """Mean held-out loss in nats a token."""

@@ -1,11 +1,16 @@
-"""A request to a running job for another layout, and the job's answer: two files in its run.dir."""
+"""A request to a running job for another layout, and the job's answer: files in its run.dir.
+
+A request survives the job's restarts. It is renamed when it is taken, and removed once it is
+refused or a checkpoint has the new layout: one that a failure cut off, or took back, is found at
+the next start and taken once more. Cut off a second time it is dropped, for it may be the cause.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,10 @@ from typing import Any
 from data.files import write_whole
 
 REQUEST, ANSWER = "reconfigure.request.json", "reconfigure.answer.json"
+TAKEN, AGAIN = "reconfigure.taken", "reconfigure.again"
+"""Of a request that was taken once, or twice; its number and ``.json`` follow."""
+KEPT_S = 600.0
+"""A request older than this at a start of the job is dropped: whoever made it has given up."""
 _POLL_S = 0.1
 
 
@@ -57,26 +66,47 @@ def wait_for_answer(run_dir: Path, request: Request, wait_s: float) -> Answer | 
 class Mailbox:
     """The job's end; only one rank has one that is open.
 
-    A request from before the job began is thrown away: nobody waits for it any more.
+    Args:
+        has: whether the job is in a layout with these fields already.
+    Attributes:
+        dropped: what is said of requests that were found at the start and are not carried out.
     """
 
-    def __init__(self, run_dir: Path, is_open: bool) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        is_open: bool,
+        has: Callable[[Mapping[str, str]], bool] = lambda values: False,
+    ) -> None:
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
         self._open = is_open
+        self._left: list[Path] = []  # of failures of the job, oldest first
+        self._taken: dict[str, Path] = {}  # by this process, and in no checkpoint yet
+        self.dropped: list[str] = []
         if is_open:
-            self._request.unlink(missing_ok=True)
+            self._find_left(run_dir, has)
 
     def is_full(self) -> bool:
         """Whether there is a request; one look at the directory."""
-        return self._open and self._request.exists()
+        return self._open and (bool(self._left) or self._request.exists())
 
     def take(self) -> str:
-        """The request as text for ``parse``, empty if there is none; it is gone then."""
+        """The request as text for ``parse``, empty if there is none."""
         if not self._open:
             return ""
-        found = _read(self._request)
-        self._request.unlink(missing_ok=True)
-        return json.dumps(found) if found else ""
+        source, kind, number = self._request, TAKEN, f"{time.time_ns()}"
+        if self._left:
+            source = self._left.pop(0)
+            kind, number = AGAIN, _number(source)
+        target = source.with_name(f"{kind}.{number}.json")
+        with suppress(OSError):
+            source.rename(target)
+            text = json.dumps(_read(target))
+            if request := parse(text):
+                self._taken[request.id] = target
+                return text
+            target.unlink()
+        return ""
 
     def answer(self, request: Request, done: bool, text: str) -> None:
         """Tell who asked. A full disk only costs the answer."""
@@ -84,12 +114,56 @@ class Mailbox:
             document = {"id": request.id, "done": done, "text": text}
             with suppress(OSError):
                 write_whole(self._answer, json.dumps(document).encode())
+            if not done and request.id in self._taken:
+                self._taken.pop(request.id).unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """A checkpoint has the layout: what was taken is not to be taken again."""
+        for path in self._taken.values():
+            path.unlink(missing_ok=True)
+        self._taken.clear()
 
     def close(self) -> None:
         """The run ends: what was not read yet is answered."""
-        if self.is_full() and (request := parse(self.take())):
+        while self.is_full() and (request := parse(self.take())):
             self.answer(request, False, "the run has ended")
+        self.settle()
         self._open = False
+
+    def _find_left(self, run_dir: Path, has: Callable[[Mapping[str, str]], bool]) -> None:
+        """What a job before this one has taken and a failure took back; newest first, for with a
+        layout that the job has those before it were carried out, too."""
+        done = False
+        for path in sorted(run_dir.glob("reconfigure.[at][ag]*.*.json"), key=_number, reverse=True):
+            request = parse(json.dumps(_read(path)))
+            if request and not done and has(request.values):
+                self.answer(request, True, "the job was restarted in this layout")
+                done = True
+            if done or not request:
+                path.unlink(missing_ok=True)
+            elif path.name.startswith(AGAIN):
+                self._drop(path, request, "was cut off twice by failures of the job")
+            elif not self._drop_old(path, request):
+                self._left.insert(0, path)
+        if request := parse(json.dumps(_read(self._request))):
+            self._drop_old(self._request, request)
+
+    def _drop_old(self, path: Path, request: Request) -> bool:
+        old = time.time() - path.stat().st_mtime > KEPT_S
+        if old:
+            self._drop(path, request, f"was older than {KEPT_S:g} s when the job started")
+        return old
+
+    def _drop(self, path: Path, request: Request, why: str) -> None:
+        values = ", ".join(f"{name}={value}" for name, value in request.values.items())
+        self.dropped.append(f"a request for {values} {why}: it is dropped")
+        self.answer(request, False, self.dropped[-1])
+        path.unlink(missing_ok=True)
+
+
+def _number(path: Path) -> str:
+    """Of a request that was taken: when, in nanoseconds."""
+    return path.name.split(".")[2]
 
 
 def parse(text: str) -> Request | None:

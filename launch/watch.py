@@ -35,6 +35,8 @@ LONG_S = {
     Phase.START: 600.0,
     Phase.SAVE: 600.0,
     Phase.CHANGE: 600.0,
+    Phase.MOVE: 600.0,
+    Phase.CHANGED: 600.0,
     Phase.END: 600.0,
     Phase.BETWEEN: 60.0,
     Phase.EVALUATION: 60.0,

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalite.errors import ConfigError
+from megalite.resilience.stop import VARIABLE
+
+WHY = "MEGALITE_WHY"
+"""The variable in which our launcher tells its workers why the round before theirs ended."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,17 @@ def world_from_env(env: Mapping[str, str] = os.environ) -> World:
             "Drop srun's tasks (--ntasks-per-node=1), keep torchrun: launch/slurm.sbatch does so",
         )
     return world
+
+
+def why_started(env: Mapping[str, str] = os.environ) -> str:
+    """Why this process was started, as far as what started it says so."""
+    if env.get(WHY):
+        return env[WHY]
+    if _whole(env, "SLURM_RESTART_COUNT", 0):
+        return "requeued by Slurm"
+    if VARIABLE not in env and _whole(env, "TORCHELASTIC_RESTART_COUNT", 0):
+        return "torchrun started the workers anew"
+    return "the job was started"
 
 
 def _whole(env: Mapping[str, str], name: str, default: int) -> int:

@@ -35,7 +35,9 @@ class Phase(IntEnum):
     EVALUATION = 9
     SAMPLING = 10
     CHANGE = 11
-    END = 12
+    MOVE = 12
+    CHANGED = 13
+    END = 14
 
 
 # A word: phase, action's op, whether it waits, whether a step is done, stage + 1, microbatch + 1.

@@ -45,7 +45,9 @@ _PHASES = {
     Phase.SAVE: "in a save",
     Phase.EVALUATION: "in an evaluation",
     Phase.SAMPLING: "in the sampling of text",
-    Phase.CHANGE: "in a change of layout",
+    Phase.CHANGE: "in a change of layout, of which nothing has moved yet",
+    Phase.MOVE: "in a change of layout, while the state moves",
+    Phase.CHANGED: "in a change of layout, after the state has moved",
     Phase.END: "at the end of the run",
 }
 # Where the other end of a message stands, in stages; of a computation, that for which it waits.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +53,9 @@ class Job:
     steps: int
     hosts: list[Host] = field(default_factory=lambda: [Host("only")])
     flags: Sequence[str] = ()
+    turns: Sequence[Sequence[str]] = ((),)
+    """Further flags; each start of a launcher takes the next in turn."""
+    starts: int = 0
 
     @property
     def run_dir(self) -> Path:
@@ -87,6 +90,8 @@ class Job:
         words = [*(host.command or alone), *TINY, *SMALL]
         words += ["--train.steps", str(self.steps), "--run.dir", str(self.run_dir)]
         words += ["--checkpoint.every", "5", "--train.deterministic", "True", *self.flags]
+        words += self.turns[self.starts % len(self.turns)]
+        self.starts += 1
         with open(self.folder / f"{host.name}.log", "ab") as log:
             host.process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=log, stderr=log)
 
@@ -113,8 +118,11 @@ class Job:
             pages = [*(self.folder / f"tmp_{host.name}").glob("megalite_*/control")]
             if not pages:
                 return [0.0]
-            newest = max(pages, key=lambda path: path.stat().st_ctime)
-            found += Control.of_launcher(newest).times
+            newest = max(pages, key=born)
+            try:
+                found += Control.of_launcher(newest).times
+            except (OSError, ValueError):  # being removed, or just being made
+                return [0.0]
         return found
 
     def wait_for_steps(self, since: float, limit_s: float = 60) -> float:
@@ -137,9 +145,14 @@ class Job:
         found = read_lines(self.run_dir / "metrics.jsonl")
         return [{name: line[name] for name in SAME} for line in found]
 
+    def layouts(self) -> list[str]:
+        """Of each step."""
+        return [line["layout"] for line in read_lines(self.run_dir / "metrics.jsonl")]
+
     def last_hashes(self) -> dict[str, str]:
         """The hash of every file of the last checkpoint: weights and optimizer state."""
-        path = self.run_dir / "checkpoints" / f"step_{self.steps:08d}" / "manifest.json"
+        (path, *_) = sorted(self.run_dir.glob("checkpoints/step_*/manifest.json"), reverse=True)
+        assert path.parent.name == f"step_{len(self.lines()):08d}"
         return {name: info.xxh3_128 for name, info in read_manifest(path).files.items()}
 
     def restores(self) -> Iterator[tuple[int, int]]:
@@ -150,6 +163,22 @@ class Job:
                 saved = event["step"]
             elif event["event"] == "start":
                 yield saved, event["step"]
+
+
+def born(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
+
+
+def until(done: Callable[[], bool], job: Job, limit_s: float) -> float:
+    """Wait for something; how long it took."""
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < limit_s, job.logs()
+        time.sleep(0.1)
+    return time.monotonic() - began
 
 
 def kill(pid: int) -> None:

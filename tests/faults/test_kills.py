@@ -1,88 +1,39 @@
-"""Kills from outside, at random times with a fixed seed, of every kind of process of a job."""
+"""A job that is killed from outside again and again is, in the end, one that nobody touched."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import pytest
 
-from tests.faults.job import Host, Job, family, is_alive, kill
-
-
-def family_of(host: Host) -> list[int]:
-    return [host.launcher(), host.forkserver(), *host.workers()]
-
-
-def victims(host: Host, target: str, rng: random.Random) -> list[int]:
-    """What a blow at ``target`` kills; empty while there is no such process."""
-    if target == "worker":
-        workers = host.workers()
-        return [rng.choice(workers)] if workers else []
-    found = {"forkserver": [host.forkserver()], "agent": [host.launcher()]}
-    pids = found.get(target) or family_of(host)
-    return pids if all(pids) else []
-
-
-def strike(job: Job, target: str, rng: random.Random) -> tuple[float, list[int]]:
-    """Kill one thing of one host; when that was, and what must be gone soon after."""
-    deadline = time.monotonic() + 30
-    while True:
-        host = rng.choice(job.hosts)
-        old = family_of(host) if target in ("agent", "host") else host.workers()
-        pids = victims(host, target, rng)
-        if pids:
-            break
-        job.supervise()
-        assert time.monotonic() < deadline, job.logs()
-        time.sleep(0.01)
-    now = time.time()
-    for pid in pids:
-        kill(pid)
-    return now, [*old, *pids]
-
-
-def rain(job: Job, targets: list[str], seed: int) -> Iterator[tuple[str, float]]:
-    """Kill each target once, now and then again while the job recovers; the recovery times."""
-    rng = random.Random(seed)
-    job.wait_for_steps(0.0)
-    for target in targets:
-        time.sleep(rng.uniform(0, 0.8))  # somewhere in a step, a save, or between
-        struck, old = strike(job, target, rng)
-        if rng.random() < 0.3:  # in the middle of the restart
-            time.sleep(rng.uniform(0, 0.5))
-            struck, more = strike(job, "worker", rng)
-            old += more
-        gone = wait_until_gone(old, target)
-        yield target, gone - struck + job.wait_for_steps(gone)
-
-
-def wait_until_gone(pids: list[int], target: str) -> float:
-    """When nothing of the old attempt was alive any more."""
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} are alive after a kill of {target}"
-        time.sleep(0.005)
-    return time.time()
+from megalite.metrics import read_lines
+from tests.checkpoint.jobs import rewrite
+from tests.faults.job import Job, family
+from tests.faults.phases import Phase
+from tests.faults.rain import AIMS, FIRST, Rain, changes, changes_in, show
 
 
 def check(job: Job, calm: Job) -> None:
     """Nothing is lost, nothing is done twice, and the end is the same bit for bit."""
-    assert [line["step"] for line in job.lines()] == list(range(1, job.steps + 1))
+    assert [line["step"] for line in job.lines()] == list(range(1, len(calm.lines()) + 1))
     assert job.lines() == calm.lines()
     assert job.last_hashes() == calm.last_hashes()
     for saved, began in job.restores():
         assert saved <= began <= saved + 5, "more was lost than the steps since a checkpoint"
 
 
-def stopped(job: Job) -> int:
-    """Have the job stop as Slurm would, and start it again; the step in which it stopped."""
+def stopped(job: Job, again: bool = True) -> int:
+    """Have the job stop as Slurm would, and start it ``again``; the step in which it stopped."""
     (host,) = job.hosts
     assert host.process is not None
     # As a signal to a whole job reaches all of its processes.
@@ -91,16 +42,9 @@ def stopped(job: Job) -> int:
     assert host.process.wait(30) == 75, job.logs()
     steps = len(job.lines())
     assert (job.run_dir / "checkpoints" / f"step_{steps:08d}").exists()
-    job.start(host)
+    if again:
+        job.start(host)
     return steps
-
-
-def show(found: list[tuple[str, float]]) -> None:
-    """The distribution of recovery times by what was killed."""
-    for target in sorted({target for target, _ in found}):
-        times = sorted(seconds for name, seconds in found if name == target)
-        spread = f"{times[0]:.2f} to {times[-1]:.2f} s, median {median(times):.2f}"
-        print(f"killed {target} {len(times)} times: stepping again after {spread}")
 
 
 @pytest.fixture
@@ -110,8 +54,8 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def calm_run(folder: Path, steps: int) -> Job:
-    with Job(folder, steps) as job:
+def calm_run(folder: Path, steps: int, flags: Sequence[str] = ()) -> Job:
+    with Job(folder, steps, flags=flags) as job:
         job.finish(100 + steps / 5)
     return job
 
@@ -122,32 +66,79 @@ def test_a_job_that_is_killed_here_and_there_ends_as_if_nothing_had_happened(
     (folder / "calm").mkdir()
     calm = calm_run(folder / "calm", 110)
     (folder / "struck").mkdir()
-    with Job(folder / "struck", 110) as job:
-        found = list(rain(job, ["worker", "agent", "worker"], seed=5))
+    with Job(folder / "struck", 110, flags=["--run.watchdog_s", "10"]) as job:
+        rain = Rain(job, random.Random(5))
+        targets = ["worker", "forkserver", "agent", "worker", "worker"]
+        found = list(rain.fall(targets, [Phase.TRAIN] * 3 + [Phase.JOINED]))
         assert stopped(job) < 110
         job.finish(100)
     show(found)
     check(job, calm)
-    with pytest.raises(AssertionError):  # a run of another seed is told apart
-        other = Job(calm.folder, 110)
-        other.steps = 109
+    events = read_lines(job.run_dir / "events.jsonl")
+    whys = [event["why"] for event in events if event["event"] == "start"]
+    killed = "rank [01] \\(local rank [01]\\) was killed by SIGKILL"
+    gone = "rank [01] .* went with the process that forks workers, which is gone"
+    wanted = ["the job was started", killed, gone, "the job was started"]
+    assert all(re.fullmatch(*pair) for pair in zip(wanted, whys, strict=False)), whys
+    assert whys[-1] == "the job was started", "after the stop"
+    for damage in (lose_a_step, change_a_weight):  # is told apart
+        shutil.copytree(calm.run_dir, folder / damage.__name__ / "run")
+        other = Job(folder / damage.__name__, 110)
         check(other, calm)
+        damage(other)
+        with pytest.raises(AssertionError):
+            check(other, calm)
+
+
+def lose_a_step(job: Job) -> None:
+    path = job.run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:50] + lines[51:]))
+
+
+def change_a_weight(job: Job) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        next(iter(manifest["files"].values()))["xxh3_128"] = "0" * 32
+
+    rewrite(job.run_dir / "checkpoints" / "step_00000110", change)
 
 
 NUM_KILLS = int(os.environ.get("KILLS", "200"))
+SEED = int(os.environ.get("KILLS_SEED", "200"))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_200_kills_of_any_process_lose_nothing(folder: Path) -> None:
-    steps = 45 * NUM_KILLS
-    (folder / "calm").mkdir()
-    calm = calm_run(folder / "calm", steps)
-    rng = random.Random(200)
+def test_200_kills_of_any_process_in_any_phase_lose_nothing(folder: Path) -> None:
+    """Layouts change all the while, at given steps and on request, and saves are made at once and
+    behind the training in turn. The undisturbed run has the same layouts at the same steps."""
+    steps, rng = 150 * NUM_KILLS, random.Random(SEED)
     targets = rng.choices(["worker", "forkserver", "agent", "host"], [6, 2, 1, 1], k=NUM_KILLS)
+    aims = [aim for _ in range(NUM_KILLS // len(AIMS) + 1) for aim in rng.sample(AIMS, len(AIMS))]
     (folder / "struck").mkdir()
-    with Job(folder / "struck", steps) as job:
-        found = list(rain(job, targets, seed=200))
-        job.finish(1500)
+    flags = [*FIRST, "--run.watchdog_s", "10", *changes(100, steps)]
+    turns = [["--checkpoint.async_save", value] for value in ("False", "True")]
+    with Job(folder / "struck", steps, flags=flags, turns=turns) as job:
+        rain = Rain(job, rng)
+        found = []
+        for blow in rain.fall(targets, aims):
+            found.append(blow)
+            print(f"{len(found)}: {blow}, step {len(job.lines())}", flush=True)
+        give_up = time.monotonic() + 60
+        while not rain.answered():
+            assert time.monotonic() < give_up, "a request is lost"
+            job.supervise()
+            time.sleep(0.1)
+        last = stopped(job, again=False)
     show(found)
+    done = sum(text.startswith(("the layout is", "the job was restarted")) for text in rain.answers)
+    print(f"{len(rain.asked)} requests, {done} met; {set(rain.answers)}")
+
+    (folder / "calm").mkdir()
+    same = [*FIRST, *changes_in(job.layouts()), "--run.stop_at", str(last)]
+    with Job(folder / "calm", steps, flags=same) as calm:
+        calm.finish(100 + last / 10)
+    assert calm.layouts() == job.layouts()
     check(job, calm)
+    met = Counter(blow.phase for blow in found)
+    assert all(met[aim] >= NUM_KILLS // 50 for aim in AIMS), met

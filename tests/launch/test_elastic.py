@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from launch.agent import Agent
 from launch.flags import ENDLESS, parse, place_of
 from megalite.errors import ConfigError
 from tests.launch.command import ROOT, TINY, TRAIN, run
@@ -97,9 +100,10 @@ def test_a_crash_that_comes_again_and_again_ends_with_the_first_error(tmp_path: 
 
 
 WAITS = """
-import sys, time
+import multiprocessing, sys, time
 sys.path[0] = "."
 from launch.launcher import Requests
+queue = multiprocessing.get_context("forkserver").SimpleQueue()  # as torch's agent has
 found = Requests()
 print("ready", flush=True)
 while not found.asked:
@@ -110,9 +114,8 @@ time.sleep(60)
 
 
 def test_a_second_term_ends_at_once_and_the_first_asks() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITS], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", WAITS], cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR1)
@@ -124,4 +127,26 @@ def test_a_second_term_ends_at_once_and_the_first_asks() -> None:
         assert process.wait(10) == 1
     finally:
         process.kill()
-        process.communicate()
+        said = process.communicate()[1]
+    assert said == "elastic: asked a second time: ended without a checkpoint\n"
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_server_that_is_killed_while_it_forks_is_started_again(
+    failures: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = [EOFError("unexpected EOF"), ConnectionResetError(), BrokenPipeError()][:failures]
+
+    def start(agent: Agent, group: Any) -> dict[int, Any]:
+        if left:
+            raise left.pop()
+        return {0: group}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
+    agent = Agent.__new__(Agent)
+    if failures == 3:
+        with pytest.raises(EOFError):
+            agent._forked("group", 2)  # type: ignore[arg-type]
+    else:
+        assert agent._forked("group", 2) == {0: "group"}  # type: ignore[arg-type]
+    assert capfd.readouterr().err.count("the process that forks workers is gone") == 2

@@ -19,9 +19,9 @@ class Job:
         self.leader, self.now, self.beats, self.slots = Leader(limits), 0.0, 0, 0
         self.alive: dict[int, dict[str, object]] = {}
 
-    def arrive(self, name: str, order: int = 0, workers: int = 2) -> int:
+    def arrive(self, name: str, order: int = 0, workers: int = 2, why: str = "") -> int:
         self.slots += 1
-        told = {"name": name, "order": order, "num_workers": workers}
+        told = {"name": name, "order": order, "num_workers": workers, "why": why}
         self.leader.arrive(self.slots, told, self.now)
         self.alive[self.slots] = {"stops": False, "left": None}
         return self.slots
@@ -68,14 +68,16 @@ def test_ranks_follow_the_order_of_nodes_not_of_their_arrival() -> None:
 
 def test_a_failure_on_one_node_breaks_the_round_and_all_meet_again_at_once() -> None:
     job, _ = full()
-    job.arrive("n1", order=1)
+    assert job.leader.plan.why == ""
+    job.arrive("n1", order=1, why="rank 2 failed")
     plan = job.after(0)
-    assert plan.regroup == "hard" and plan.round == 1
+    assert plan.regroup == "hard" and plan.round == 1 and plan.why == ""
     job.arrive("n0", order=0)
     assert job.after(0).round == 1  # n2 still trains
     job.arrive("n2", order=2)
     plan = job.after(0)
     assert (plan.round, plan.regroup, plan.world_size) == (2, "", 6)
+    assert plan.why == "rank 2 failed" and Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_lost_node_is_noticed_in_its_time_and_the_others_go_on_at_once() -> None:
@@ -86,7 +88,7 @@ def test_a_lost_node_is_noticed_in_its_time_and_the_others_go_on_at_once() -> No
     job.arrive("n0", order=0)
     job.arrive("n1", order=1)
     plan = job.after(0)
-    assert (plan.round, plan.world_size) == (2, 4)
+    assert (plan.round, plan.world_size, plan.why) == (2, 4, "a node was lost")
 
 
 def test_a_node_that_returns_is_let_in_after_a_checkpoint() -> None:
@@ -103,6 +105,7 @@ def test_a_node_that_returns_is_let_in_after_a_checkpoint() -> None:
     job.arrive("n1", order=1)
     plan = job.after(0)
     assert (plan.round, plan.world_size, plan.regroup) == (3, 6, "")
+    assert plan.why == "a node has joined"
 
 
 def test_a_node_that_starts_anew_replaces_itself_without_waiting_for_its_loss() -> None:
@@ -112,7 +115,8 @@ def test_a_node_that_starts_anew_replaces_itself_without_waiting_for_its_loss() 
     assert job.after(0).regroup == "hard"
     job.arrive("n0", order=0)
     job.arrive("n2", order=2)
-    assert job.after(0).world_size == 6
+    plan = job.after(0)
+    assert plan.world_size == 6 and plan.why == "the launcher of a node was started anew"
 
 
 def test_a_job_of_all_its_nodes_waits_for_a_lost_one_and_gives_up_in_time() -> None:

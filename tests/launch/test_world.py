@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.world import World, world_from_env
+from launch.world import World, why_started, world_from_env
 from megalite.errors import ConfigError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -59,3 +59,17 @@ def test_tasks_of_srun_without_torchrun_are_refused() -> None:
     with pytest.raises(ConfigError, match="srun started 8 tasks"):
         world_from_env({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"})
     assert world_from_env({"SLURM_NTASKS": "8"}) == World()
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({}, "the job was started"),
+        ({"MEGALITE_CONTROL": "x", "TORCHELASTIC_RESTART_COUNT": "1"}, "the job was started"),
+        ({"MEGALITE_WHY": "a node was lost", "SLURM_RESTART_COUNT": "1"}, "a node was lost"),
+        ({"SLURM_RESTART_COUNT": "2"}, "requeued by Slurm"),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, "torchrun started the workers anew"),
+    ],
+)
+def test_the_start_of_a_run_has_a_reason(env: dict[str, str], why: str) -> None:
+    assert why_started(env) == why
