@@ -70,7 +70,8 @@ class CheckpointConfig:
     async_save: bool = False
     """Write while training goes on."""
     resume: str = "auto"
-    """auto: the newest of run.dir, if any; none: start anew; or a checkpoint's directory."""
+    """auto: the newest of run.dir, if any. none, or a checkpoint's directory: where the run begins;
+    a restart goes on from the newest of run.dir that has begun so."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,9 @@ def _files(cfg: Config) -> Iterator[ConfigError]:
     if not cfg.run.dir:
         yield ConfigError("run.dir", "is empty", "Name a directory, such as runs/first")
     resume = cfg.checkpoint.resume
-    if resume not in ("auto", "none") and not Path(resume).is_dir():
+    # A run that has begun goes on from its own, so that the one that it began from may be gone.
+    begun = Path(cfg.run.dir, "checkpoints").is_dir()
+    if resume not in ("auto", "none") and not begun and not Path(resume).is_dir():
         yield ConfigError(
             "checkpoint.resume",
             f"there is no directory {resume!r}",

@@ -26,7 +26,14 @@ from launch.record import Recorder
 from launch.recording import recorded
 from launch.run_dir import check_named_checkpoint, check_run_dir
 from launch.sample import sample
-from launch.state import Position, find_checkpoint, open_saver, restore, save_state
+from launch.state import (
+    Position,
+    abandoned_after,
+    find_checkpoint,
+    open_saver,
+    restore,
+    save_state,
+)
 from launch.tracing import TraceFiles
 from launch.watching import Watching
 from launch.world import world_from_env
@@ -90,10 +97,11 @@ def run(
     share, place = share_text(mesh), watching.place
     watching.start(cfg, mesh, plan, share)
     training = build(cfg, mesh, plan, timed=profile is not None, eod=tokenizer.eod, place=place)
-    position = restore(training, found, share) if found else Position()
+    position = restore(training, found, share) if found else Position.first(cfg)
     training = recorded(training, position.step)
     shown = asked if layouts.live else cfg
-    recorder = Recorder(shown, training, position, train_data, share)
+    left = abandoned_after(cfg, found)
+    recorder = Recorder(shown, training, position, train_data, share, left)
     with watching, recorder, layouts:
         for text in layouts.mailbox.dropped:
             recorder.event("request_dropped", step=position.step, text=text)

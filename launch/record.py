@@ -20,6 +20,7 @@ from launch.state import Position, Share
 from launch.tracking import Tracker
 from launch.world import why_started
 from megalite.checkpoint.background import Saved
+from megalite.checkpoint.load import set_aside
 from megalite.errors import CheckpointError
 from megalite.metrics import (
     EvalRecord,
@@ -44,6 +45,7 @@ class Recorder:
 
     Args:
         cfg: as asked for, which is what ``run.dir`` says of its run.
+        abandoned_after: checkpoints of later steps are of another past, and are set aside.
 
     Attributes:
         requested: a rank knows of a request to the run; the same on all ranks.
@@ -51,7 +53,13 @@ class Recorder:
     """
 
     def __init__(
-        self, cfg: Config, training: Training, position: Position, data: Mixture, share: Share
+        self,
+        cfg: Config,
+        training: Training,
+        position: Position,
+        data: Mixture,
+        share: Share,
+        abandoned_after: int | None = None,
     ) -> None:
         mesh = training.mesh
         self.requested = False
@@ -65,14 +73,27 @@ class Recorder:
         self._progress = Progress(cfg.train.steps, mesh.rank)
         self.save_error: CheckpointError | None = None
         self._begun, self._num_skipped = position.step, 0
+        left: list[Path] = []
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
             write_run_dir(cfg, data)
+            if abandoned_after is not None:
+                left = set_aside(Path(run.dir, "checkpoints"), abandoned_after)
             log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
         self.follow(training, share)
         self.event("start", step=position.step, why=why_started(), **self.where)
+        self._say_of_the_past(left, goes_on=abandoned_after is None)
+
+    def _say_of_the_past(self, left: list[Path], goes_on: bool) -> None:
+        step, paths = self._position.step, [str(path) for path in left]
+        if paths:
+            self.event("set_aside", step=step, paths=paths)
+            self.say(f"of another past, and set aside: {', '.join(paths)}")
+        if self._files and goes_on and step and (problem := self._files[0].gap(step)):
+            self.event("record_damaged", step=step, problem=problem)
+            self.say(f"warning: {problem}; the weights are not touched by that")
 
     def follow(self, training: Training, share: Share) -> None:
         """From here on the run's layout is that of ``training``."""
@@ -184,6 +205,7 @@ class Recorder:
             before.samples + self.cfg.train.global_batch_size,
             before.tokens + int(tokens),
             before.updates + int(finite),
+            before.begun,
         )
         record = StepRecord(
             step=reading.step,

@@ -10,7 +10,7 @@ from data.dataset import Mixture
 from data.files import hash_file, write_whole
 from data.manifest import MANIFEST, TOKENIZER
 from launch.config import CONFIG, DATA, Config, check_same_run
-from launch.stored import model_of, open_named
+from launch.stored import has_begun, model_of, open_named
 from megalite.config import to_yaml
 from megalite.errors import ConfigError
 from megalite.schedule.action import Plan
@@ -93,7 +93,7 @@ def check_named_checkpoint(cfg: Config) -> None:
     Raises:
         ConfigError: if it is no checkpoint, or of a model of another shape.
     """
-    if cfg.checkpoint.resume in ("auto", "none"):
+    if cfg.checkpoint.resume in ("auto", "none") or has_begun(cfg):
         return
     path = Path(cfg.checkpoint.resume)
     extra = open_named("checkpoint.resume", path).extra

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launch.build import Training
 from launch.config import Config
+from launch.stored import has_begun
 from megalite.checkpoint.background import Saver
 from megalite.checkpoint.load import Checkpoint, load_latest, open_checkpoint
+from megalite.checkpoint.manifest import MANIFEST
 from megalite.errors import CheckpointError, ConfigError
 from megalite.mesh import Mesh
 from megalite.slices import Piece
@@ -23,12 +25,35 @@ MASTER = "optim.master."
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps done, samples and tokens seen, updates of the weights."""
+    """How far a run is: steps done, samples and tokens seen, updates of the weights.
+
+    ``begun``: what ``checkpoint.resume`` named when the run began: a directory, "none", or empty.
+    """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     updates: int = 0
+    begun: str = ""
+
+    @classmethod
+    def first(cls, cfg: Config) -> Position:
+        return cls(begun="none" if cfg.checkpoint.resume == "none" else "")
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Position:
+        """Raises:
+        CheckpointError: if it does not say how far its run was.
+        """
+        told: Any = checkpoint.extra.get("position")
+        with suppress(TypeError):
+            position = cls(**told)
+            counts = (position.step, position.samples, position.tokens, position.updates)
+            whole = all(type(n) is int and n >= 0 for n in counts)
+            if whole and position.step == checkpoint.step:
+                return position
+        problem = f"its run was at {told!r}, which is no position"
+        raise CheckpointError(checkpoint.path / MANIFEST, problem)
 
 
 def state_pieces(training: Training, share: bool = False) -> Iterator[Piece]:
@@ -85,20 +110,50 @@ def save_state(
 
 
 def find_checkpoint(cfg: Config, mesh: Mesh, directory: Path, share: Share) -> Checkpoint | None:
-    """The checkpoint that ``checkpoint.resume`` asks for, if there is one; collective."""
-    wanted = cfg.checkpoint.resume
-    if wanted == "none":
-        return None
+    """The checkpoint that ``checkpoint.resume`` asks for, if there is one; collective.
+
+    A directory, or none, is where a run begins: one that has begun so goes on from its newest
+    checkpoint, or each restart and each requeue would lose what was done.
+    """
+    wanted, where = cfg.checkpoint.resume, {"rank": mesh.rank, "world_size": mesh.shape.world_size}
+    begun = wanted == "auto" or (mesh.rank == 0 and has_begun(cfg))
     with _as_bad_input():
-        if wanted != "auto":
-            return open_checkpoint(Path(wanted))
-        found, bad = load_latest(
-            directory, rank=mesh.rank, world_size=mesh.shape.world_size, share=share
-        )
+        if not share("begun" if begun else "")[0]:
+            found = None if wanted == "none" else open_checkpoint(Path(wanted))
+            if found:
+                check_contents(found)
+            return found
+        found, bad = load_latest(directory, share=share, check=check_contents, **where)
     if mesh.rank == 0:
         for error in bad:
             print(f"passed over a bad checkpoint: {error}", file=sys.stderr, flush=True)
     return found
+
+
+def check_contents(checkpoint: Checkpoint) -> None:
+    """What a run needs besides files that are whole.
+
+    Raises:
+        CheckpointError: if the position or a part of the optimizer's state is missing.
+    """
+    Position.of(checkpoint)
+    names = set(checkpoint.names)
+    weights = {name for name in names if not name.startswith("optim.")}
+    if weights == names:
+        return  # an import
+    kinds = {name.split(".")[1] for name in names - weights} | {"exp_avg", "exp_avg_sq"}
+    for missing in sorted({f"optim.{k}.{w}" for k in kinds for w in weights} - names):
+        raise CheckpointError(checkpoint.path / MANIFEST, f"{missing!r} is not stored")
+
+
+def abandoned_after(cfg: Config, found: Checkpoint | None) -> int | None:
+    """The step after which a run that begins as ``checkpoint.resume`` says leaves what ``run.dir``
+    has of another past; None: it goes on, and leaves nothing."""
+    wanted = cfg.checkpoint.resume
+    if wanted == "auto" or (found and found.path != Path(wanted)):
+        return None
+    own = Path(cfg.run.dir, "checkpoints").resolve()
+    return found.step if found and found.path.resolve().parent == own else -1
 
 
 def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Position:
@@ -111,7 +166,9 @@ def restore(training: Training, checkpoint: Checkpoint, share: Share) -> Positio
             checkpoint.read(state_pieces(training), share=share)
         else:
             checkpoint.read(_weights_only(training), cast=True, share=share)
-    position = Position(**checkpoint.extra["position"])
+    position = Position.of(checkpoint)
+    if checkpoint.path == Path(training.cfg.checkpoint.resume):
+        position = replace(position, begun=str(checkpoint.path.resolve()))
     training.optimizer.set_num_steps(position.updates)
     scaled = checkpoint.extra.get("loss_scale")
     if training.loss_scale and scaled:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from data.manifest import TOKENIZER
 from data.tokenizer import Tokenizer
+from launch.config import Config
+from launch.world import restarted
 from megalite.checkpoint.load import Checkpoint, Verify, latest, open_checkpoint
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.errors import CheckpointError, ConfigError
@@ -29,6 +32,21 @@ def open_named(field: str, path: Path, verify: Verify = "none") -> Checkpoint:
         raise ConfigError(
             field, str(error), f"Name a checkpoint, such as {inside[0]}" if inside else fix
         ) from error
+
+
+def has_begun(cfg: Config) -> bool:
+    """Whether ``run.dir`` holds a run that began as ``checkpoint.resume`` says, so that it goes on.
+
+    With none a run begins anew each time that somebody starts it, but not when it is restarted.
+    """
+    wanted = cfg.checkpoint.resume
+    if wanted == "auto" or (wanted == "none" and not restarted()):
+        return False
+    begun = wanted if wanted == "none" else str(Path(wanted).resolve())
+    for path in latest(Path(cfg.run.dir, "checkpoints")):
+        with suppress(CheckpointError, KeyError, TypeError):
+            return bool(open_checkpoint(path, "none").extra["position"].get("begun") == begun)
+    return False
 
 
 def _checkpoints_in(path: Path) -> list[Path]:

@@ -54,6 +54,13 @@ def world_from_env(env: Mapping[str, str] = os.environ) -> World:
     return world
 
 
+def restarted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this job ran before: Slurm has requeued it, or its workers are not the first."""
+    first = 1 if VARIABLE in env else 0  # our launcher counts its rounds from 1
+    rounds = _whole(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return rounds > first or _whole(env, "SLURM_RESTART_COUNT", 0) > 0
+
+
 def why_started(env: Mapping[str, str] = os.environ) -> str:
     """Why this process was started, as far as what started it says so."""
     if env.get(WHY):

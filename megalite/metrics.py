@@ -136,7 +136,8 @@ class MetricsLog:
     """``metrics.jsonl`` and ``eval.jsonl`` of a run: continuous over restarts."""
 
     def __init__(self, run_dir: Path, lock: RunLock) -> None:
-        self._steps = Lines(run_dir / "metrics.jsonl")
+        self._path = run_dir / "metrics.jsonl"
+        self._steps = Lines(self._path)
         self._evals = Lines(run_dir / "eval.jsonl")
         self._lock = lock
 
@@ -161,6 +162,20 @@ class MetricsLog:
 
     def write_eval(self, record: EvalRecord) -> None:
         self._evals.add(asdict(record))
+
+    def gap(self, last_step: int) -> str:
+        """What is wrong with ``metrics.jsonl`` if it should have a line for each step, from any up
+        to ``last_step``; empty: nothing."""
+        data = self._path.read_bytes()
+        lines = data.splitlines()
+        if not lines:
+            return f"{self._path} has no line up to step {last_step}"
+        first, last, num = _step_of(lines[0]), _step_of(lines[-1]), len(lines)
+        if last == last_step and num == last - first + 1 == data.count(b'{"step": '):
+            return ""
+        return (
+            f"{self._path} was damaged: {num} lines from step {first} to {last}, not to {last_step}"
+        )
 
     def sync(self) -> None:
         """Wait until the lines are on disk; called before a checkpoint of their step counts."""

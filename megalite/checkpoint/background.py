@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.load import prune
+from megalite.checkpoint.load import FOR_GOOD, prune
 from megalite.checkpoint.manifest import Share, naming, together
 from megalite.checkpoint.save import MAX_FILE_BYTES, commit, prepare, save, write_part
 from megalite.errors import CheckpointError
@@ -96,6 +96,8 @@ class Saver:
     def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any]) -> None:
         """Save, or begin to, once the save before is over; as ``save.save``."""
         job = _Job(step, time.monotonic())
+        if self.keep_every and step % self.keep_every == 0:
+            extra = {**extra, FOR_GOOD: True}
         self.wait()
         try:
             if self.background:

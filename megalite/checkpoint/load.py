@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -32,6 +33,8 @@ from megalite.errors import CheckpointError
 from megalite.slices import Piece
 
 Verify = Literal["all", "mine", "none"]
+FOR_GOOD = "kept_for_good"
+"""In ``extra`` of a checkpoint that ``prune`` never removes."""
 _STEP = re.compile(r"step_(\d{8,})(\.old)?")
 
 
@@ -171,12 +174,19 @@ def latest(directory: Path) -> list[Path]:
 
 
 def load_latest(
-    directory: Path, *, rank: int = 0, world_size: int = 1, share: Share = alone
+    directory: Path,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    share: Share = alone,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> tuple[Checkpoint | None, list[CheckpointError]]:
     """The newest checkpoint that is good for every rank; collective over ``share``.
 
     What rank 0 sees decides which are tried; each file is hashed by one rank.
 
+    Args:
+        check: raises CheckpointError for one that is whole but of no use.
     Returns:
         the checkpoint (None if there is none at all) and what was wrong with newer ones.
     Raises:
@@ -188,6 +198,7 @@ def load_latest(
 
     def attempt(path: Path) -> Checkpoint:
         checkpoint = open_checkpoint(path, verify="none")
+        check(checkpoint)
         checkpoint.verify(checkpoint.files_to_verify(rank, world_size))
         return checkpoint
 
@@ -201,20 +212,40 @@ def load_latest(
     return None, bad
 
 
+def set_aside(directory: Path, last_step: int) -> list[Path]:
+    """Move checkpoints of steps after ``last_step`` into ``DIRECTORY.left``, where no run looks for
+    them; returns where they are. One of the same step that lies there already gives way."""
+    left = []
+    with naming(directory):
+        for path in latest(directory):
+            if int(path.name.split("_")[1].removesuffix(".old")) > last_step:
+                target = directory.with_name(f"{directory.name}.left") / path.name
+                target.parent.mkdir(exist_ok=True)
+                if target.exists():
+                    shutil.rmtree(target)
+                left.append(path.rename(target))
+    return left
+
+
 def prune(directory: Path, keep: int, keep_every: int = 0) -> list[Path]:
     """Remove all but the newest ``keep`` intact checkpoints, and leftovers; returns the removed.
 
     A damaged one neither counts nor is removed. For one rank, and not while a save runs.
 
     Args:
-        keep_every: steps that are a multiple of it stay for good; 0 = none.
+        keep_every: steps that are a multiple of it stay for good, 0 = none; and so do those whose
+            manifest says ``FOR_GOOD``, whatever it is now.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     with naming(directory):
         clean(directory)
     intact = [found for found in map(_opened, latest(directory)) if found]
-    removed = [c.path for c in intact[keep:] if not keep_every or c.step % keep_every]
+    removed = [
+        c.path
+        for c in intact[keep:]
+        if not c.extra.get(FOR_GOOD) and (not keep_every or c.step % keep_every)
+    ]
     for path in removed:
         discard(path)
     return removed
