@@ -59,9 +59,9 @@ class Framework:
             copy; more where scaling, clipping and copies are kernels of their own.
         zero_bytes: moved for each parameter and microbatch because of ZeRO-1.
         vocab_multiple: the vocabulary is padded to a multiple of this x tp.
-        loss_in_place: the loss turns its exponentials into the gradient, and has nothing besides
-            but the logits; else two more copies in fp32.
-        stage_buffers: messages have buffers of each stage, not of each rank.
+        in_place: the loss turns its exponentials into the gradient, and has nothing besides but
+            the logits, else two more copies in fp32; tp collectives need no buffers of their own;
+            messages have those of each stage, not of each rank.
         reserve: allocated bytes x this = what the measuring tool shows.
     """
 
@@ -78,12 +78,11 @@ class Framework:
     zero_bytes: float = 0.0
     update_bytes: float = 38.0
     vocab_multiple: int = 1
-    loss_in_place: bool = False
-    stage_buffers: bool = False
+    in_place: bool = False
     reserve: float = 1.0
 
 
-MEGALITE = Framework("megalite", overlap_gather=True, loss_in_place=True, stage_buffers=True)
+MEGALITE = Framework("megalite", overlap_gather=True, in_place=True)
 
 
 @dataclass(frozen=True)

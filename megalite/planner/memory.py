@@ -167,11 +167,11 @@ class MemoryModel:
         if last_here:
             logits = self.tokens * s.rows(tp)
             copies = (_LOGIT_WORK - 1) * max(4, self.element_bytes)
-            each = self.element_bytes if self.framework.loss_in_place else copies
+            each = self.element_bytes if self.framework.in_place else copies
             work = max(work, each * logits)
         message = self.tokens * s.hidden * self.element_bytes / self.split.cut
-        chunks = len(stages) if self.framework.stage_buffers else 1
-        buffers = (4 * chunks * message if pp > 1 else 0.0) + (2 * message if tp > 1 else 0.0)
+        chunks, gathers = (len(stages), 0) if self.framework.in_place else (1, 2)
+        buffers = (4 * chunks * message if pp > 1 else 0.0) + gathers * message * (tp > 1)
         used = RankMemory(weights, gradients, optimizer, held, work, buffers)
         reserve = (self.framework.reserve - 1) * used.allocated + self.reserve_bytes
         return RankMemory(weights, gradients, optimizer, held, work, buffers, reserve)

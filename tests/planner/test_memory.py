@@ -119,7 +119,7 @@ def test_zero1_shares_only_the_optimizers_state() -> None:
 def test_a_loss_in_place_has_no_further_copies_of_the_logits() -> None:
     logits = 4 * 2048 * 51200 // 8
     works = []
-    for framework in (MEGALITE, replace(MEGALITE, loss_in_place=False)):
+    for framework in (MEGALITE, replace(MEGALITE, in_place=False)):
         ranked = replace(model("22B", "none"), framework=framework)
         (rank,) = ranked.ranks("1f1b", 1, 1, 1, (0,), [range(48)])
         works.append(rank.work)

@@ -33,9 +33,7 @@ from tools.planning import measure
 from tools.planning.models import shape_of
 from tools.planning.timing import Rates
 
-REPETITIONS = 3
-LOOKS = 3
-"""How often the machine is measured in a repetition, between the trials."""
+REPETITIONS = 4
 TIME, MEMORY = Goal("within", 0.10), Goal("within", 0.05)
 FIRST = 3
 GLOBAL_BATCH = 8
@@ -176,45 +174,33 @@ def estimate(trial: Trial, machine: Machine) -> Estimate:
 
 
 def train(transport: TorchTransport, repetitions: int) -> Found:
-    """Every trial on this rank, all in turn, and the machine measured between them."""
+    """Every trial on this rank, one after another; the machine is measured before each."""
     settled = Settled(transport)
     shapes = sorted({t.mesh for t in TRIALS.values()}, key=str)
     meshes = {shape: Mesh.create(shape, settled) for shape in shapes}
-    pair = meshes[MeshShape(dp=2)].dp
-    looks = measure.open_bench(pair, local_device(0))
-    steps: dict[str, Contestant] = {}
+    pair = meshes[MeshShape(dp=2)]
+    looks = measure.open_bench(pair.dp, local_device(0))
+    seconds: dict[str, list[float]] = {}
     state, peak = {}, {}
-    settled.pause_s = 1e-3
     for name, trial in TRIALS.items():
+        looks.round()
         before = held_bytes()
-        steps[name] = step_of(trial, meshes[trial.mesh])
+        step = step_of(trial, meshes[trial.mesh])
         state[name] = held_bytes() - before
-        peak[name] = peak_bytes(steps[name])
-    settled.pause_s = 0.0
-    contestants = among(steps, {f"look {n}": looks.round for n in range(LOOKS)})
-    world = meshes[MeshShape(dp=2)].world
-    found = time_in_turn(world, contestants, repetitions, warm=True)
-    contestants.clear()
-    steps.clear()
+        settled.pause_s = 1e-3
+        peak[name] = peak_bytes(step)
+        settled.pause_s = 0.0
+        seconds |= time_in_turn(pair.world, {name: step}, repetitions, warm=True)
+        del step
+    rates = measure.rates(looks, local_device(0))
     for mesh in meshes.values():
         mesh.close()
-    seconds = {name: found[name] for name in TRIALS}
-    return Found(seconds, state, peak, measure.rates(looks, local_device(0)))
+    return Found(seconds, state, peak, rates)
 
 
 def step_of(trial: Trial, mesh: Mesh) -> Contestant:
     training = build(trial.work.config(trial.mesh.dp, **trial.parallel), mesh)
     return partial(training.step, Batch(*trial.work.batch()), 1e-4)
-
-
-def among(many: Mapping[str, Contestant], few: Mapping[str, Contestant]) -> dict[str, Contestant]:
-    """The few spread over the many."""
-    found: dict[str, Contestant] = {}
-    every, names = -(-len(many) // len(few)), list(many)
-    for n, (name, body) in enumerate(few.items()):
-        found[name] = body
-        found |= {m: many[m] for m in names[n * every : (n + 1) * every]}
-    return found
 
 
 def peak_bytes(step: Callable[[], object]) -> float:

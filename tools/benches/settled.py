@@ -10,7 +10,7 @@ from megalite.mesh import Group, TorchTransport, Work
 
 
 class Settled:
-    """Waits a moment after each message while ``pause_s`` is above 0.
+    """Waits a moment before and after the end of each message while ``pause_s`` is above 0.
 
     A transport's thread holds a message until it has ended, and may be the last to do so: the
     profiler, which sees what this thread frees, would count it until the end.
@@ -46,7 +46,11 @@ class _Work:
 
     def wait(self) -> None:
         if self.work is not None:
+            self._pause()
             self.work.wait()
             self.work = None
-            if self.owner.pause_s:
-                time.sleep(self.owner.pause_s)
+            self._pause()
+
+    def _pause(self) -> None:
+        if self.owner.pause_s:
+            time.sleep(self.owner.pause_s)

@@ -24,6 +24,7 @@ from tools.planning.models import shape_of
 from tools.planning.timing import LARGE_BYTES, Bench, Rates
 
 ROUNDS = 7
+_MOST_RAMP = 512.0
 _NORM_AND_SUM, _ACTIVATION, _LOGITS = 7 + 3, 2 + 3, 38 + 14
 """How often the planner has each read or written: see ``cost.LayerCosts``; of logits, bytes."""
 
@@ -119,8 +120,8 @@ def _products(seconds: Rates, sizes: Sizes, sum_s: float) -> tuple[float, float]
     # Sums are never the larger part: a machine that pauses while they are timed says so.
     spent = max(seconds["products"] - sums, seconds["products"] / 2)
     share = max(seconds["short"] - few_sums, seconds["short"] / 2) / spent
-    ramp = (few - share * flops) / (share * results - short)
-    ramp = min(max(ramp, 0.0), 512.0)
+    slower, left = share * flops - few, short - share * results
+    ramp = min(max(slower / left, 0.0), _MOST_RAMP) if left > 0 else _MOST_RAMP
     return (flops + ramp * results) / spent, ramp
 
 
