@@ -156,13 +156,14 @@ class Job:
         return {name: info.xxh3_128 for name, info in read_manifest(path).files.items()}
 
     def restores(self) -> Iterator[tuple[int, int]]:
-        """Of each start after the first: (newest step said to be saved, step it began from)."""
+        """Of each start after the first: (newest step known to be saved, step it began from)."""
         saved = 0
         for event in read_lines(self.run_dir / "events.jsonl")[1:]:
             if event["event"] == "save":
                 saved = event["step"]
             elif event["event"] == "start":
                 yield saved, event["step"]
+                saved = event["step"]  # perhaps saved by one who was killed before it said so
 
 
 def born(path: Path) -> float:
