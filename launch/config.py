@@ -348,7 +348,7 @@ def _files(cfg: Config) -> Iterator[ConfigError]:
         yield ConfigError("run.dir", "is empty", "Name a directory, such as runs/first")
     resume = cfg.checkpoint.resume
     # A run that has begun goes on from its own, so that the one that it began from may be gone.
-    begun = Path(cfg.run.dir, "checkpoints").is_dir()
+    begun = os.path.isdir(Path(cfg.run.dir, "checkpoints"))
     if resume not in ("auto", "none") and not begun and not Path(resume).is_dir():
         yield ConfigError(
             "checkpoint.resume",

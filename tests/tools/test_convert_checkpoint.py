@@ -231,7 +231,8 @@ def taken_up(transport: Transport, source: Path, root: Path, cfg: Config) -> Non
     mesh = Mesh.create(mesh_shape(cfg.parallel, transport.world_size), transport)
     training, share = build(cfg, mesh), share_text(mesh)
     found = find_checkpoint(cfg, mesh, root / "checkpoints", share)
-    assert found is not None and restore(training, found, share) == Position()
+    begun = str(source.resolve())
+    assert found is not None and restore(training, found, share) == Position(begun=begun)
     save_state(training, Position(3), open_saver(training, share, root / "checkpoints"))
     mesh.close()
 
