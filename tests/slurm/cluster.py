@@ -101,8 +101,15 @@ class Cluster:
         return int(self._shown(job).get("Restarts", "0"))
 
     def start_now(self, job: str) -> None:
-        """A requeued job waits two minutes unless it is told otherwise."""
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        """A requeued job waits two minutes unless it is told otherwise. One that is still being
+        put away is not ready for that, and forgets it: it is told until it runs."""
+        deadline, told = time.monotonic() + 60, 0.0
+        while (state := self.state(job)) not in ("RUNNING", "COMPLETED"):
+            assert time.monotonic() < deadline, f"the job stays {state}"
+            if state == "PENDING" and time.monotonic() > told + 10:
+                told = time.monotonic()
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            time.sleep(0.5)
 
     def idle(self) -> int:
         words = ["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"]
