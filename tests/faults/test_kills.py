@@ -137,7 +137,7 @@ def test_200_kills_of_any_process_in_any_phase_lose_nothing(folder: Path) -> Non
     (folder / "calm").mkdir()
     same = [*FIRST, *changes_in(job.layouts()), "--run.stop_at", str(last)]
     with Job(folder / "calm", steps, flags=same) as calm:
-        calm.finish(100 + last / 10)
+        calm.finish(600 + last / 2)
     assert calm.layouts() == job.layouts()
     check(job, calm)
     met = Counter(blow.phase for blow in found)
