@@ -218,7 +218,8 @@ def set_aside(directory: Path, last_step: int) -> list[Path]:
     left = []
     with naming(directory):
         for path in latest(directory):
-            if int(path.name.split("_")[1].removesuffix(".old")) > last_step:
+            named = _STEP.fullmatch(path.name)
+            if named and int(named[1]) > last_step:
                 target = directory.with_name(f"{directory.name}.left") / path.name
                 target.parent.mkdir(exist_ok=True)
                 if target.exists():
