@@ -132,7 +132,7 @@ def verify(path: Path) -> tuple[str, list[CheckpointError]]:
             bad.append(error)
     files = checkpoint.manifest.files
     size = sum(file.size for file in files.values())
-    state = f"{len(bad)} of its files are bad" if bad else "whole, every hash is right"
+    state = f"bad: {len(bad)} of them" if bad else "whole, every hash is right"
     return (
         f"{path}: step {checkpoint.step}, {len(checkpoint.names)} tensors in {len(files)} files, "
         f"{size:,} bytes: {state}",

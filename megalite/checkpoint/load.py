@@ -8,13 +8,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megalite.checkpoint.header import check_header, expected_headers
 from megalite.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -47,6 +48,10 @@ class Checkpoint:
     verify_reads: bool = False
     _verified: set[str] = field(default_factory=set)
 
+    @cached_property
+    def _headers(self) -> dict[str, dict[str, tuple[object, ...]]]:
+        return expected_headers(self.manifest)
+
     @property
     def step(self) -> int:
         return self.manifest.step
@@ -73,7 +78,7 @@ class Checkpoint:
         return sorted(files, key=lambda name: (-files[name].size, name))[rank::world_size]
 
     def verify(self, files: Iterable[str]) -> None:
-        """Compare the hashes of these files, once each.
+        """Compare the hashes of these files, once each, and their own headers with the manifest.
 
         Raises:
             CheckpointError: naming the first file that is not the one that was saved.
@@ -81,6 +86,7 @@ class Checkpoint:
         for name in files:
             if name not in self._verified:
                 check_hash(self.path / name, self.manifest.files[name])
+                check_header(self.path / name, self._headers[name])
                 self._verified.add(name)
 
     def read(self, pieces: Iterable[Piece], *, cast: bool = False, share: Share = alone) -> None:

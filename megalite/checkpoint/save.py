@@ -9,12 +9,11 @@ save). An existing checkpoint of the same step waits as ``.old`` while it is rep
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megalite.checkpoint.header import Stored, make_header
 from megalite.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPES,
     MANIFEST,
-    Chunk,
     Entry,
     FileInfo,
     Manifest,
@@ -125,12 +124,17 @@ def write_part(
         part.add(piece.name, Entry(dtype, piece.shape, []), tmp)
     for index, group in enumerate(_groups(owned, max_file_bytes)):
         path = tmp / f"rank_{rank:05d}_{index:03d}.safetensors"
-        header, chunks = _layout(path, group, step)
+        header, chunks = make_header(path, map(_stored, group), step)
         for piece, chunk in zip(group, chunks, strict=True):
             part.tensors[piece.name].chunks.append(chunk)
         tensors = chain.from_iterable(blocks(piece.tensor) for piece in group)
         part.files[path.name] = write_file(path, chain([memoryview(header)], tensors))
     write_file(_part(tmp, rank), [memoryview(part.to_json())])
+
+
+def _stored(piece: Piece) -> Stored:
+    dtype, extent = _NAMES[piece.tensor.dtype], tuple(piece.tensor.shape)
+    return piece.name, dtype, piece.shape, piece.offset, extent
 
 
 def _groups(pieces: list[Piece], max_file_bytes: int) -> list[list[Piece]]:
@@ -146,34 +150,6 @@ def _groups(pieces: list[Piece], max_file_bytes: int) -> list[list[Piece]]:
         groups[-1].append(piece)
         size += piece.tensor.nbytes
     return groups
-
-
-def _layout(path: Path, pieces: list[Piece], step: int) -> tuple[bytes, list[Chunk]]:
-    """A safetensors header (8 bytes of length, JSON, spaces to a multiple of 8) and the chunks."""
-    header: dict[str, Any] = {"__metadata__": {"format": "megalite", "step": str(step)}}
-    ends = list(accumulate((piece.tensor.nbytes for piece in pieces), initial=0))
-    for piece, begin, end in zip(pieces, ends, ends[1:], strict=False):
-        key = _key(piece)
-        if key in header:
-            raise CheckpointError(path, f"{key!r} is to be written twice")
-        dtype, extent = _NAMES[piece.tensor.dtype], list(piece.tensor.shape)
-        header[key] = {"dtype": dtype, "shape": extent, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
-    chunks = [
-        Chunk(path.name, piece.offset, tuple(piece.tensor.shape), base + begin, base + end)
-        for piece, begin, end in zip(pieces, ends, ends[1:], strict=False)
-    ]
-    return len(text).to_bytes(8, "little") + text, chunks
-
-
-def _key(piece: Piece) -> str:
-    """The name in the safetensors file: a cut tensor's has its rectangle, ``w[0:4,8:16]``."""
-    if tuple(piece.tensor.shape) == piece.shape:
-        return piece.name
-    sides = zip(piece.offset, piece.tensor.shape, strict=True)
-    return f"{piece.name}[{','.join(f'{o}:{o + e}' for o, e in sides)}]"
 
 
 def blocks(tensor: Tensor) -> Iterator[memoryview]:

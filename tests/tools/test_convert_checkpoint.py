@@ -375,7 +375,7 @@ def test_verify_names_every_bad_file(runs: list[Path], tmp_path: Path, capsys: A
             flip(file)
         assert convert("--verify", path) == 2
         told = capsys.readouterr()
-        assert "2 of its files are bad" in told.out
+        assert "bad: 2 of them" in told.out
         assert [str(f) in told.err for f in files] == [False, True, True, False]
         files[0].unlink()
         assert convert("--verify", path) == 2
