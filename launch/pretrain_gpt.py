@@ -166,7 +166,7 @@ def train(
             stops = recorder.stop_asked and step < last
             # Before the save, so that no restart leaves one out. A stop has no time for it, so that
             # the run makes it when it is taken up.
-            if is_due(step, cfg.train.eval_every, last) and not stops:
+            if is_due(step, cfg.train.eval_every, cfg.train.steps) and not stops:
                 look(step)
             saves = is_due(step, cfg.checkpoint.every, last) or step == cfg.run.stop_at or stops
             if saves:
