@@ -22,12 +22,11 @@ from launch.world import why_started
 from megalite.checkpoint.background import Saved
 from megalite.checkpoint.load import set_aside
 from megalite.errors import CheckpointError
+from megalite.lagged import Lagged, Reading
 from megalite.metrics import (
     EvalRecord,
     EventLog,
-    Lagged,
     MetricsLog,
-    Reading,
     RunLock,
     StepRecord,
     read_lines,

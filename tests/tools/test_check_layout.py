@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.tools.torchless import ROOT, run_without_torch
 from tools.check_layout import main
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "launch/configs/gpt_tiny_cpu.yaml")
 
 
@@ -67,19 +63,6 @@ def test_what_no_layout_can_mend_says_so(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_command_needs_no_torch_and_exits_with_2() -> None:
-    code = (
-        "import runpy, sys\nsys.argv = sys.argv[1:]\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally:\n    assert 'torch' not in sys.modules\n    print('no torch')\n"
-    )
     for size, expected in (("8", 0), ("0", 2)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(ROOT / "tools/check_layout.py")]
-            + ["--config", TINY, "--world-size", size],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd="/",
-        )
-        assert done.returncode == expected, done.stderr
-        assert done.stdout.endswith("no torch\n") and done.stderr == ""
+        done = run_without_torch("check_layout.py", "--config", TINY, "--world-size", size)
+        assert done.returncode == expected and done.stderr == ""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch.recording import is_recorded
-from tests.launch.command import ROOT, metrics, train
+from tests.launch.command import metrics, train
 from tests.launch.test_pretrain import EQUAL
+from tests.tools.torchless import run_without_torch
 from tools.compare_runs import main
 
 RECORD = ["--run.record", "True", "--train.steps", "3"]
@@ -121,18 +120,7 @@ def test_bad_input_is_one_line_with_a_way_out(
 
 
 def test_the_command_needs_no_torch(alone: Path) -> None:
-    code = (
-        "import runpy, sys\nsys.argv = sys.argv[1:]\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally:\n    assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "tools/compare_runs.py"), str(alone), str(alone)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd="/",
-    )
+    done = run_without_torch("compare_runs.py", str(alone), str(alone))
     assert done.returncode == 0, done.stderr
     assert "worst relative difference 0" in done.stdout
 

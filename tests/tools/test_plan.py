@@ -8,6 +8,7 @@ import pytest
 
 from launch.config import load_config, violations
 from tests.planner.tables import DATA
+from tests.tools.torchless import ROOT, run_without_torch
 from tools import plan
 from tools.planning.page import pareto
 
@@ -167,3 +168,18 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
     assert plan.main(["rank", "--model", "gpt2-124m", *cluster, *words]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plan.py: ") and said.count("\n") == 1
+
+
+def test_planning_needs_no_torch(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = run_without_torch("plan.py", "rank", *SMALL, "--schedule", "1f1b", "--page", str(page))
+    assert done.returncode == 0 and page.exists()
+    done = run_without_torch("plan.py", "rank", *SMALL, "--model", "gpt9")
+    assert done.returncode == 2 and "there is no model 'gpt9'" in done.stderr
+    layout = ("--tp", "2", "--pp", "4", "--micro-batch", "1", "--virtual-stages", "1")
+    assert run_without_torch("plan.py", "explain", *SMALL, *layout).returncode == 0
+    table = ("--csv", str(DATA / "megatron_h100_weak.csv"), "--out", str(tmp_path / "out.csv"))
+    assert run_without_torch("plan.py", "predict", *table).returncode == 0
+    tiny = str(ROOT / "launch/configs/gpt_tiny_cpu.yaml")
+    config = ("--config", tiny, "--world-size", "4", "--gpu", "h100")
+    assert run_without_torch("plan.py", "check", *config).returncode == 0
