@@ -247,7 +247,10 @@ def prune(directory: Path, keep: int, keep_every: int = 0) -> list[Path]:
         raise ValueError(f"keep must be at least 1, got {keep}")
     with naming(directory):
         clean(directory)
-    intact = [found for found in map(_opened, latest(directory)) if found]
+    listed = latest(directory)
+    if len(listed) <= keep:
+        return []
+    intact = [found for found in map(_opened, listed) if found]
     removed = [
         c.path
         for c in intact[keep:]

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from megalite.errors import CheckpointError
 from megalite.slices import Piece
 
 MAX_FILE_BYTES = 4 << 30
+EARLY_BYTES = 64 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(tmp|trash|old)")
 
@@ -183,20 +185,37 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def write_file(path: Path, data: Iterable[memoryview]) -> FileInfo:
-    """Write a new file and see it on the disk; its hash is taken on the way."""
-    digest, size = xxhash.xxh3_128(), 0
-    with naming(path):
+    """Write a new file and see it on the disk; its hash is taken on the way.
+
+    A second thread sees to it that the disk is at work while blocks are copied and hashed, or it
+    would have all of them to write at the end.
+    """
+    digest, size, since = xxhash.xxh3_128(), 0, 0
+    begun: Future[None] | None = None
+    with naming(path), ThreadPoolExecutor(1, "write-back") as early:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             for block in data:
                 digest.update(block)
-                size += len(block)
+                size, since = size + len(block), since + len(block)
                 while block:
                     block = block[os.write(descriptor, block) :]
+                if since >= EARLY_BYTES and (begun is None or begun.done()):
+                    _raise(begun)
+                    begun, since = early.submit(os.fdatasync, descriptor), 0
+            _raise(begun)
             os.fsync(descriptor)
         finally:
+            if begun:
+                wait([begun])
             os.close(descriptor)
     return FileInfo(size, digest.hexdigest())
+
+
+def _raise(begun: Future[None] | None) -> None:
+    """What failed in writing back: the kernel tells of it once only."""
+    if begun is not None:
+        begun.result()
 
 
 def _sync_directory(path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -499,9 +499,59 @@ def test_a_stored_checkpoint_of_format_1_is_read() -> None:
     assert state["n"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_format_1_is_still_written_byte_for_byte(tmp_path: Path) -> None:
+def test_format_1_is_still_written(tmp_path: Path) -> None:
+    """Shards byte for byte, and a manifest of the same content: its hash is of that."""
     path = save_job(tmp_path, 3, format_1_hands(), {"samples": 24})
     assert names_in(path) == names_in(FORMAT_1)
-    for file in path.iterdir():
+    manifest, stored = (json.loads((x / MANIFEST).read_text()) for x in (path, FORMAT_1))
+    assert manifest == stored and list(manifest) == list(stored) and stored["format"] == 1
+    for file in set(path.iterdir()) - {path / MANIFEST}:
         assert file.read_bytes() == (FORMAT_1 / file.name).read_bytes(), file.name
-    assert json.loads((FORMAT_1 / MANIFEST).read_text())["format"] == 1
+
+
+def test_a_manifest_has_a_line_for_each_file_and_tensor(tmp_path: Path) -> None:
+    path = save_job(tmp_path, 3, format_1_hands(), {"samples": 24})
+    lines = [line.strip() for line in (path / MANIFEST).read_text().splitlines()]
+    for start in ('"rank_00000_000.safetensors": {', '"w": {', '"s": {', '"n": {', '"extra": {'):
+        assert sum(line.startswith(start) for line in lines) == 1, start
+
+
+def test_a_write_back_that_fails_while_the_rest_is_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of it once: whoever hears of it first must not keep it to himself."""
+    monkeypatch.setattr(save_module, "EARLY_BYTES", 1)
+    begun = []
+
+    def broken(descriptor: int) -> None:
+        begun.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    pieces = [Piece(name, (4,), (0,), torch.ones(4)) for name in ("a", "b", "c")]
+    save(tmp_path, 1, pieces, {})  # in time, the same is no failure
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2, pieces, {})
+    assert begun and names_in(tmp_path) == ["step_00000001"]
+
+
+def test_no_descriptor_is_closed_while_it_is_written_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_module, "EARLY_BYTES", 1)
+    ends, slow = [], threading.Event()
+
+    def late(descriptor: int) -> None:
+        slow.wait(10)
+        os.fstat(descriptor)  # raises for one that is closed
+        ends.append(descriptor)
+
+    def failing() -> Iterator[memoryview]:
+        yield memoryview(b"data")
+        threading.Timer(0.1, slow.set).start()
+        raise CheckpointError(tmp_path, "cut off")
+
+    monkeypatch.setattr(os, "fdatasync", late)
+    with pytest.raises(CheckpointError, match="cut off"):
+        save_module.write_file(tmp_path / "x", failing())
+    assert len(ends) == 1
