@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from tools.planning import measure
 from tools.planning.models import shape_of
 from tools.planning.timing import Rates
 
-REPETITIONS = 4
+REPETITIONS = 8
+SETTLE_S = 5e-3
+LOOK_EVERY = 5  # steps: no multiple of the trials, so that none always comes after a look
 TIME, MEMORY = Goal("within", 0.10), Goal("within", 0.05)
 FIRST = 3
 GLOBAL_BATCH = 8
@@ -174,25 +176,30 @@ def estimate(trial: Trial, machine: Machine) -> Estimate:
 
 
 def train(transport: TorchTransport, repetitions: int) -> Found:
-    """Every trial on this rank, one after another; the machine is measured before each."""
+    """Every trial on this rank: memory one after another, then times in turn, with looks at the
+    machine all along. What else it does at some time then meets all of them, and the looks."""
     settled = Settled(transport)
     shapes = sorted({t.mesh for t in TRIALS.values()}, key=str)
     meshes = {shape: Mesh.create(shape, settled) for shape in shapes}
     pair = meshes[MeshShape(dp=2)]
-    looks = measure.open_bench(pair.dp, local_device(0))
-    seconds: dict[str, list[float]] = {}
+    steps: dict[str, Contestant] = {}
     state, peak = {}, {}
+    settled.pause_s = SETTLE_S
     for name, trial in TRIALS.items():
-        looks.round()
         before = held_bytes()
-        step = step_of(trial, meshes[trial.mesh])
+        steps[name] = step_of(trial, meshes[trial.mesh])
         state[name] = held_bytes() - before
-        settled.pause_s = 1e-3
-        peak[name] = peak_bytes(step)
-        settled.pause_s = 0.0
-        seconds |= time_in_turn(pair.world, {name: step}, repetitions, warm=True)
-        del step
+        peak[name] = peak_bytes(steps[name])
+    settled.pause_s = 0.0
+    looks, turn = measure.open_bench(pair.dp, local_device(0)), count()
+
+    def look() -> None:
+        if next(turn) % LOOK_EVERY == 0:
+            looks.round()
+
+    seconds = time_in_turn(pair.world, steps, repetitions, look, warm=True)
     rates = measure.rates(looks, local_device(0))
+    steps.clear()
     for mesh in meshes.values():
         mesh.close()
     return Found(seconds, state, peak, rates)

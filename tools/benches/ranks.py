@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -115,6 +116,7 @@ def _be_rank(
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    faulthandler.enable()  # what kills a rank without a word says where
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if real_time:
