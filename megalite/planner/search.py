@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import combinations, count
 
 from megalite.errors import ConfigError
-from megalite.parallel_config import divisors, tp_fits
-from megalite.planner.candidates import MOST_TP, Candidates, Group, Refused, Request, label_of
+from megalite.planner.candidates import Candidates, Group, Refused, Request, label_of
 from megalite.planner.cost import Passes
 from megalite.planner.estimate import Estimate, Estimator, Job
 
@@ -262,15 +261,16 @@ class _Search:
         reasons = "; ".join(f"{x.reason} ({x.example})" for x in list(refused.values())[:3])
         if self.least is None:
             few = refused.get("more replicas than sequences in a batch")
-            if few is not None:
+            least = self._fewest_replicas() if few else 0
+            if few and least > r.global_batch:
                 return ConfigError(
                     "--global-batch",
                     f"{r.global_batch} sequences are fewer than the replicas of every layout of "
                     f"{r.gpus} GPUs ({few.example})",
-                    f"Use {self._replicas()} or more, or fewer GPUs",
+                    f"Use {least} or more, or fewer GPUs",
                 )
             return ConfigError(
-                "--gpus", f"no layout of {r.gpus} GPUs is legal: {reasons}", "Use other numbers"
+                "--gpus", f"no layout of {r.gpus} GPUs is legal: {reasons}", self._way_out()
             )
         more = self._enough()
         fix = f"Use {more} GPUs or more, " if more else "Use far more GPUs, "
@@ -282,16 +282,27 @@ class _Search:
             f"{fix}a GPU with more memory, or a smaller model",
         )
 
-    def _replicas(self) -> int:
-        """The fewest replicas of any layout."""
-        found = [
-            self.r.gpus // (tp * pp)
-            for tp in divisors(self.r.gpus)
-            if tp <= MOST_TP and tp_fits(tp, self.r.shape.facts())
-            for pp in divisors(self.r.gpus // tp)
-            if pp <= self.r.shape.layers
-        ]
-        return min(found, default=1)
+    def _fewest_replicas(self) -> int:
+        """Of any layout that is asked for, were the batch large enough; 0: none is legal."""
+        batch = max(self.r.global_batch, self.r.gpus)
+        found = Candidates(replace(self.r, global_batch=batch))
+        return min((g.dp for g in found.groups() if any(found.layouts(g))), default=0)
+
+    def _way_out(self) -> str:
+        """What is given besides model, GPUs and batch, and stands in the way."""
+        given = self.r.fixed
+        for number in range(1, len(given) + 1):
+            if ways := [
+                names for names in combinations(given, number) if self._legal_without(names)
+            ]:
+                flags = (" and ".join(f"--{n.replace('_', '-')}" for n in way) for way in ways)
+                return f"Leave out {', or '.join(flags)}"
+        return f"Use {self._fewest_replicas() or 'more'} sequences or more"
+
+    def _legal_without(self, names: Sequence[str]) -> bool:
+        rest = {name: value for name, value in self.r.fixed.items() if name not in names}
+        found = Candidates(replace(self.r, fixed=rest))
+        return any(any(found.layouts(g)) for g in found.groups())
 
     def _enough(self) -> int:
         """The first doubling of the GPUs that holds the model; 0: none of ten."""

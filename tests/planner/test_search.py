@@ -108,7 +108,20 @@ def test_a_large_bubble_is_flagged() -> None:
     [
         (Request(GPT3, A100, 8, 64), r"do not fit 8 x 86 GB.*Use (64|128) GPUs or more"),
         (Request(SMALL, A100, 4096, 4), r"fewer than the replicas.*Use \d+ or more"),
-        (Request(SMALL, A100, 8, 8, fixed={"tp": 7}), "no layout of 8 GPUs is legal"),
+        (Request(SMALL, A100, 8, 7, fixed={"tp": 1, "pp": 1}), "Use 8 or more, or fewer GPUs"),
+        (Request(SMALL, A100, 64, 8, fixed={"tp": 2, "pp": 2}), "Use 16 or more, or fewer GPUs"),
+        (
+            Request(SMALL, A100, 8, 8, fixed={"tp": 7}),
+            r"no layout of 8 GPUs is legal.*\. Leave out --tp$",
+        ),
+        (
+            Request(SMALL, A100, 64, 64, fixed={"tp": 3, "pp": 24, "micro_batch": 1}),
+            "Leave out --tp and --pp$",
+        ),
+        (
+            Request(SMALL, A100, 8, 8, fixed={"pp": 2, "schedule": "1f1b", "virtual_stages": 2}),
+            "Leave out --pp, or --schedule, or --virtual-stages$",
+        ),
         (
             Request(SMALL, A100, 8, 8, fixed={"pp": 2, "schedule": "zb_v", "virtual_stages": 3}),
             "zb_v has exactly two stages a rank, got virtual_stages=3",
