@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,22 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
     assert plan.main(["rank", "--model", "gpt2-124m", *cluster, *words]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plan.py: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("batch", "words"), [("16", "16 microbatches, "), ("4000", "the first ")])
+def test_the_page_says_how_much_of_the_step_is_drawn(
+    batch: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    layout = ["--tp", "2", "--pp", "8", "--micro-batch", "1", "--schedule", "1f1b"]
+    code, out, _ = run(
+        capsys, "rank", *SMALL, *layout, "--global-batch", batch, "--page", str(page)
+    )
+    assert code == 0
+    bubble = re.search(r"1f1b .* ([\d.]+%) +[\d.]+ +[\d.]+\n", out)
+    text = page.read_text()
+    assert bubble and f"1f1b, {words}" in text and bubble[1] in text
+    assert (f"of {int(batch):,} microbatches: " in text) == (batch == "4000")
 
 
 def test_planning_needs_no_torch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from statistics import median
 
 from megalite.parallel_config import ParallelConfig
 from megalite.planner.advice import advice, bubble_warning, sensitivity
+from megalite.planner.estimate import Estimate
 from megalite.planner.search import Point, Ranking
 from megalite.report.chart import HEIGHT, WIDTH
 from megalite.report.curves import legend
@@ -63,7 +64,7 @@ def render(r: Ranking, timeline: Timeline, command: str) -> str:
         tag("p", memory_words(r), class_="about"),
         tag("h2", "Layouts"),
         tag("div", _table(r), tag("ul", *(tag("li", x) for x in said)), class_="card"),
-        *_timeline(timeline),
+        *_timeline(timeline, r.best[0]),
         tag("h2", "Time against memory ", tag("small", "every layout that was looked at closely")),
         _chart(r),
         tag("h2", "Refused"),
@@ -112,12 +113,15 @@ def _refused(r: Ranking) -> Html:
     )
 
 
-def _timeline(timeline: Timeline) -> list[Html]:
-    plan, several = timeline.plan, timeline.plan.num_microbatches > 1
-    text = (
-        f"{plan.name}, {plan.num_microbatches:,} microbatch{'es' * several} drawn, "
-        f"{timeline.bubble_fraction:.1%} idle; seconds"
-    )
+def _timeline(timeline: Timeline, best: Estimate) -> list[Html]:
+    plan, whole = timeline.plan, best.job.microbatches
+    several, idle = "es" * (whole > 1), f"{timeline.bubble_fraction:.1%} idle"
+    text = f"{plan.name}, {whole:,} microbatch{several}, {idle}; seconds"
+    if plan.num_microbatches < whole:
+        first = f"the first {plan.num_microbatches:,} of {whole:,} microbatches"
+        text = (
+            f"{plan.name}, {first}: {idle}, of the whole step {best.bubble_fraction:.1%}; seconds"
+        )
     keys = [*cell_keys(plan), ("idle", "idle")]
     figure = tag("div", timeline_figure(timeline, _scale(timeline)), legend(keys), class_="card")
     return [tag("h2", "One step of the pipeline ", tag("small", text)), figure]
