@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megalite.checkpoint.load import open_checkpoint
 from megalite.checkpoint.manifest import MANIFEST, Share
 from megalite.checkpoint.piece import view
 from megalite.checkpoint.save import save
@@ -167,6 +168,12 @@ def flip(path: Path, offset: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def read_state(path: Path, like: State) -> State:
+    got = zeros_like(like)
+    open_checkpoint(path).read(whole(got))
+    return got
 
 
 def names_in(directory: Path) -> list[str]:
