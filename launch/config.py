@@ -302,9 +302,8 @@ def _bounds(cfg: Config) -> Iterator[ConfigError]:
             yield ConfigError(name, f"{values[name]} is not above 0", "Use a number above 0")
     for name, (low, high) in _BETWEEN.items():
         if not low <= values[name] <= high:
-            yield ConfigError(
-                name, f"{values[name]} is not in [{low:g}, {high:g}]", "Use a number in between"
-            )
+            limits = f"[{low:.10g}, {high:.10g}]"  # exact: who takes one from here must be right
+            yield ConfigError(name, f"{values[name]} is not in {limits}", "Use a number in between")
     optim = cfg.optim
     if optim.min_lr > optim.lr:
         yield ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -142,6 +143,14 @@ def test_a_value_that_cannot_work_is_named(flags: list[str], field: str) -> None
 )
 def test_a_value_at_the_edge_can_work(flags: list[str]) -> None:
     assert broken(*flags) == []
+
+
+def test_the_limits_that_an_error_names_can_be_used() -> None:
+    (problem,) = (e for e in violations(of("--train.loss_scale", "0"), 1) if "loss" in e.field)
+    named = re.search(r"is not in \[(.+), (.+)\]", str(problem))
+    assert named
+    for value in named.groups():
+        assert broken("--train.loss_scale", value) == []
 
 
 def test_the_first_of_several_problems_counts_the_others() -> None:
