@@ -148,7 +148,7 @@ class Tracker:
                 self._feed(run)
                 self._attach(run)
                 run.finish(exit_code=self._exit_code)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # here and below: nobody else's thread ends by it
             self._warn("the run could not be ended", error)
         finally:
             _teardown()
@@ -177,7 +177,7 @@ class Tracker:
                 )
                 self.mode = mode
                 return run
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 if self._abandoned:
                     break
                 _teardown()
@@ -202,12 +202,12 @@ class Tracker:
         try:
             run.define_metric("step", hidden=True)
             run.define_metric("*", step_metric="step")
-        except Exception as error:
+        except BaseException as error:
             self._warn("the step is not its axis", error)
         while (values := self._take()) is not None:
             try:
                 run.log(values)
-            except Exception as error:
+            except BaseException as error:
                 self._warn("some records were refused; metrics.jsonl has them all", error)
 
     def _attach(self, run: Any) -> None:
@@ -216,7 +216,7 @@ class Tracker:
         try:
             path = self._attached().resolve()
             run.save(str(path), base_path=str(path.parent), policy="now")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._warn("the report is not among its files", error)
 
     def _take(self) -> dict[str, Any] | None:

@@ -382,6 +382,24 @@ def test_an_end_that_raises_is_told_and_passes(
     assert "could not be ended" in capfd.readouterr().err
 
 
+def test_not_even_what_is_no_error_leaves_its_thread(
+    stub: StubWandb, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Odd(BaseException):
+        pass
+
+    def odd(*values: object) -> None:
+        raise Odd("odd")
+
+    stub.on_log = stub.on_finish = odd
+    tracker = Tracker(tmp_path, "", "offline", {})
+    tracker.log(1, {})
+    tracker.finish()
+    told = capfd.readouterr().err
+    assert "some records were refused" in told and "could not be ended" in told
+    assert "Traceback" not in told
+
+
 REAL = """
 import sys, threading
 from pathlib import Path
