@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def check_run_dir(cfg: Config, data: Mixture) -> list[str]:
     """
     folder = Path(cfg.run.dir)
     try:
-        return _check_contents(cfg, data, folder)
+        told = _check_contents(cfg, data, folder)
+        _check_writable(folder)
+        return told
     except OSError as error:
         raise ConfigError(
             "run.dir",
@@ -61,14 +64,39 @@ def _check_contents(cfg: Config, data: Mixture, folder: Path) -> list[str]:
         for name, old, new in check_same_run(cfg, folder / CONFIG)
     ]
     if (folder / DATA).exists():
-        before = json.loads((folder / DATA).read_text(encoding="utf-8"))
-        if before != data_identity(data):
+        if _data_before(folder / DATA) != data_identity(data):
             raise ConfigError(
                 "data.path",
                 f"the shards are not those that {folder} began with: they were prepared anew",
                 "Put the old shards back, or begin in another --run.dir",
             )
     return told
+
+
+def _data_before(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            "run.dir",
+            f"{path} does not say with which data the run began: it is no JSON",
+            "Remove it if data.path names the same shards as then, or name another directory",
+        ) from error
+
+
+def _check_writable(folder: Path) -> None:
+    """What is written first is written by one rank, when the others have joined already."""
+    files = [folder / name for name in (CONFIG, DATA, "lock", *_TRACES[1:])]
+    wrong = next((f for f in files if f.exists() and not f.is_file()), None)
+    if wrong is None and (folder / _TRACES[0]).exists() and not (folder / _TRACES[0]).is_dir():
+        wrong = folder / _TRACES[0]
+    if wrong:
+        raise ConfigError("run.dir", f"{wrong} is something else", "Name another directory")
+    for path in (folder, *filter(Path.exists, files)):
+        if not os.access(path, os.W_OK):
+            raise ConfigError(
+                "run.dir", f"{path} cannot be written", "Name a directory that can be written"
+            )
 
 
 def write_run_dir(cfg: Config, data: Mixture) -> None:
