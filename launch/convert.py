@@ -14,7 +14,7 @@ from data.files import sync, whole_directory, write_whole
 from data.hf_tokenizer import hf_files
 from data.manifest import TOKENIZER
 from data.tokenizer import Tokenizer
-from launch.state import Position
+from launch.state import Position, check_contents
 from launch.stored import find_tokenizer, model_of, open_named, tokenizer_of
 from megalite.checkpoint.load import Checkpoint, open_checkpoint
 from megalite.checkpoint.manifest import DTYPES
@@ -133,6 +133,10 @@ def verify(path: Path) -> tuple[str, list[CheckpointError]]:
     files = checkpoint.manifest.files
     size = sum(file.size for file in files.values())
     state = f"bad: {len(bad)} of them" if bad else "whole, every hash is right"
+    try:
+        check_contents(checkpoint)
+    except CheckpointError as error:
+        state += f"\nnote: no run can go on from it: {error}"
     return (
         f"{path}: step {checkpoint.step}, {len(checkpoint.names)} tensors in {len(files)} files, "
         f"{size:,} bytes: {state}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from megalite.mesh import Mesh, Transport
 from megalite.parallel_config import mesh_shape
 from model import hf_files
 from model.config import GPTConfig
-from tests.checkpoint.jobs import flip, names_in
+from tests.checkpoint.jobs import flip, names_in, rewrite
 from tests.model.test_hf import GPT2, LLAMA, load, weights
 from tests.parity.harness import TRAIN, config
 from tests.ranks import run_ranks
@@ -389,6 +390,18 @@ def test_verify_names_every_bad_file(runs: list[Path], tmp_path: Path, capsys: A
     assert convert("--verify", tmp_path) == 2
     assert convert("--checkpoint", runs[1] / "gpt2", "--to", "torch", "--out", tmp_path / "x") == 2
     assert f"Name a checkpoint, such as {path}" in capsys.readouterr().err
+
+
+def test_verify_says_what_no_run_could_go_on_from(
+    runs: list[Path], tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / checkpoint(runs[1] / "gpt2").name
+    shutil.copytree(checkpoint(runs[1] / "gpt2"), path)
+    assert convert("--verify", path) == 0 and "note:" not in capsys.readouterr().out
+    rewrite(path, lambda doc: doc["extra"].pop("position"))
+    assert convert("--verify", path) == 0
+    told = capsys.readouterr().out
+    assert "every hash is right" in told and "note: no run can go on from it: " in told
 
 
 def test_an_export_is_there_whole_or_not_at_all(
