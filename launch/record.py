@@ -44,7 +44,8 @@ class Recorder:
 
     Args:
         cfg: as asked for, which is what ``run.dir`` says of its run.
-        abandoned_after: checkpoints of later steps are of another past, and are set aside.
+        abandoned_after: checkpoints of later steps are of another past, and are set aside. None:
+            the run goes on, and sets aside what was passed over because it is damaged.
 
     Attributes:
         requested: a rank knows of a request to the run; the same on all ranks.
@@ -76,8 +77,7 @@ class Recorder:
         if mesh.rank == 0:
             run, lock = cfg.run, RunLock(cfg.run.dir)
             write_run_dir(cfg, data)
-            if abandoned_after is not None:
-                left = set_aside(Path(run.dir, "checkpoints"), abandoned_after)
+            left = self._set_aside(abandoned_after)
             log = MetricsLog.open(run.dir, position.step, lock)
             self._files = log, EventLog(run.dir)
             self._tracker = Tracker(run.dir, run.name, run.wandb, asdict(cfg))
@@ -85,11 +85,24 @@ class Recorder:
         self.event("start", step=position.step, why=why_started(), **self.where)
         self._say_of_the_past(left, goes_on=abandoned_after is None)
 
+    def _set_aside(self, abandoned_after: int | None) -> list[Path]:
+        """What the run does not go on from; of what it could not go on from, as far as that can be
+        moved."""
+        directory = Path(self.cfg.run.dir, "checkpoints")
+        if abandoned_after is not None:
+            return set_aside(directory, abandoned_after)
+        try:
+            return set_aside(directory, self._position.step)
+        except CheckpointError as error:
+            self.say(f"a checkpoint that was passed over stays where it is: {error}")
+            return []
+
     def _say_of_the_past(self, left: list[Path], goes_on: bool) -> None:
         step, paths = self._position.step, [str(path) for path in left]
         if paths:
-            self.event("set_aside", step=step, paths=paths)
-            self.say(f"of another past, and set aside: {', '.join(paths)}")
+            why = "passed over" if goes_on else "of another past"
+            self.event("set_aside", step=step, why=why, paths=paths)
+            self.say(f"{why}, and set aside: {', '.join(paths)}")
         if self._files and goes_on and step and (problem := self._files[0].gap(step)):
             self.event("record_damaged", step=step, problem=problem)
             self.say(f"warning: {problem}; the weights are not touched by that")

@@ -191,7 +191,7 @@ class Saver:
         seconds, warning = time.monotonic() - job.since, ""
         if self.rank == 0 and job.error is None:
             try:
-                prune(self.directory, self.keep, self.keep_every)
+                prune(self.directory, self.keep, self.keep_every, job.step)
             except (CheckpointError, OSError) as error:
                 warning = f"old checkpoints could not be removed: {error}"
         path = self._path(job.step)

@@ -218,14 +218,18 @@ def load_latest(
     return None, bad
 
 
+def _step_of(path: Path) -> int:
+    """Of a path that ``latest`` found."""
+    return int(path.name.removesuffix(".old").removeprefix("step_"))
+
+
 def set_aside(directory: Path, last_step: int) -> list[Path]:
     """Move checkpoints of steps after ``last_step`` into ``DIRECTORY.left``, where no run looks for
     them; returns where they are. One of the same step that lies there already gives way."""
     left = []
     with naming(directory):
         for path in latest(directory):
-            named = _STEP.fullmatch(path.name)
-            if named and int(named[1]) > last_step:
+            if _step_of(path) > last_step:
                 target = directory.with_name(f"{directory.name}.left") / path.name
                 target.parent.mkdir(exist_ok=True)
                 if target.exists():
@@ -234,7 +238,9 @@ def set_aside(directory: Path, last_step: int) -> list[Path]:
     return left
 
 
-def prune(directory: Path, keep: int, keep_every: int = 0) -> list[Path]:
+def prune(
+    directory: Path, keep: int, keep_every: int = 0, last_step: int | None = None
+) -> list[Path]:
     """Remove all but the newest ``keep`` intact checkpoints, and leftovers; returns the removed.
 
     A damaged one neither counts nor is removed. For one rank, and not while a save runs.
@@ -242,12 +248,14 @@ def prune(directory: Path, keep: int, keep_every: int = 0) -> list[Path]:
     Args:
         keep_every: steps that are a multiple of it stay for good, 0 = none; and so do those whose
             manifest says ``FOR_GOOD``, whatever it is now.
+        last_step: where the run is. What is there of later steps is not its own, and often what
+            it could not go on from: it neither counts nor is removed.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     with naming(directory):
         clean(directory)
-    listed = latest(directory)
+    listed = [p for p in latest(directory) if last_step is None or _step_of(p) <= last_step]
     if len(listed) <= keep:
         return []
     intact = [found for found in map(_opened, listed) if found]

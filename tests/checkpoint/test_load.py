@@ -287,6 +287,14 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     assert steps(latest(tmp_path)) == [4, 3, 2]
 
 
+def test_what_is_saved_is_not_old_beside_a_later_one_that_was_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 9)
+    assert prune(tmp_path, keep=1, last_step=2) == [tmp_path / "step_00000001"]
+    assert steps(latest(tmp_path)) == [9, 2]
+    os.rename(tmp_path / "step_00000009", tmp_path / "step_00000009.old")
+    assert prune(tmp_path, keep=1, last_step=9) == [tmp_path / "step_00000002"]
+
+
 def test_pruning_removes_leftovers_so_that_none_comes_back(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000001.old")

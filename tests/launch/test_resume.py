@@ -152,3 +152,27 @@ def test_what_is_kept_for_good_outlives_the_setting(tmp_path: Path) -> None:
     assert train(1, tmp_path / "run", *keep, *every).code == 0
     assert train(1, tmp_path / "run", *keep).code == 0
     assert saved(tmp_path / "run") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_what_a_run_saves_after_a_damaged_checkpoint_stays(
+    behind: bool, done: Path, tmp_path: Path
+) -> None:
+    """The damaged one has the higher step: by number alone all that is new would be old."""
+    run = tmp_path / "run"
+    shutil.copytree(done, run)
+    for step in (3, 4, 5):
+        shutil.rmtree(at(run, step))
+    (shard,) = Path(at(run, 6)).glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    flags = ["--checkpoint.keep", "1", "--checkpoint.async_save", str(behind)]
+    go(run, *flags, "--run.stop_at", "4")
+    assert saved(run) == [4] and (run / "checkpoints.left/step_00000006").is_dir()
+    (told,) = events(run, "set_aside")
+    assert told["why"] == "passed over" and told["paths"][0].endswith("step_00000006")
+    go(run, *flags)
+    assert begins(run) == [0, 2, 4] and saved(run) == [6]
+    assert lines(run) == lines(done)
+    assert len(events(run, "set_aside")) == 1
