@@ -202,7 +202,7 @@ def write_file(path: Path, data: Iterable[memoryview]) -> FileInfo:
                     block = block[os.write(descriptor, block) :]
                 if since >= EARLY_BYTES and (begun is None or begun.done()):
                     _raise(begun)
-                    begun, since = early.submit(os.fdatasync, descriptor), 0
+                    begun, since = early.submit(os.fsync, descriptor), 0
             _raise(begun)
             os.fsync(descriptor)
         finally:
