@@ -49,6 +49,11 @@ exit "$code"
 SCONTROL = """#!/usr/bin/env bash
 echo "$*" >> "{root}/scontrol"
 if [[ $1 == show ]]; then printf '%s\\n' by-scontrol other; fi
+if [[ $1 == requeue ]]; then
+  script=$PPID
+  # As Slurm does, a while after it has answered.
+  (sleep 1; kill -0 "$script" && echo ended >> "{root}/scontrol"; kill -TERM "$script") > /dev/null 2>&1 &
+fi
 """
 SCANCEL = """#!/usr/bin/env bash
 echo "$*" >> "{root}/scancel"
@@ -375,13 +380,14 @@ def signalled(root: Path, number: signal.Signals, **env: str) -> tuple[int, str,
 
 def test_a_job_whose_time_is_nearly_up_is_stopped_and_requeued_once(cluster: Path) -> None:
     code, scontrol, scancel = signalled(cluster, signal.SIGUSR1)
-    assert (code, scontrol, scancel) == (75, "requeue 1234\n", "--signal=USR1 1234\n")
+    # The script that has asked for it is there until Slurm ends it.
+    assert (code, scontrol, scancel) == (75, "requeue 1234\nended\n", "--signal=USR1 1234\n")
 
 
 def test_a_task_of_an_array_is_requeued_without_its_array(cluster: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "7"}
     _, scontrol, scancel = signalled(cluster, signal.SIGUSR1, **array)
-    assert (scontrol, scancel) == ("requeue 1234_7\n", "--signal=USR1 1234_7\n")
+    assert (scontrol, scancel) == ("requeue 1234_7\nended\n", "--signal=USR1 1234_7\n")
 
 
 def test_a_job_that_was_done_when_its_time_was_up_is_not_requeued(cluster: Path) -> None:
