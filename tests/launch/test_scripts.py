@@ -52,7 +52,11 @@ if [[ $1 == show ]]; then printf '%s\\n' by-scontrol other; fi
 if [[ $1 == requeue ]]; then
   script=$PPID
   # As Slurm does, a while after it has answered.
-  (sleep 1; kill -0 "$script" && echo ended >> "{root}/scontrol"; kill -TERM "$script") > /dev/null 2>&1 &
+  (
+    sleep 1
+    kill -0 "$script" && echo ended >> "{root}/scontrol"
+    kill -TERM "$script"
+  ) > /dev/null 2>&1 &
 fi
 """
 SCANCEL = """#!/usr/bin/env bash
